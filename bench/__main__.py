@@ -1,7 +1,6 @@
-"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; others are modules:
+"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; one is a module:
 
     python -m bench.speed                docs/performance.md
-    python -m bench.studies              the runs behind docs/results.md
 
 No command imports torch before it has said what it does.
 """
@@ -108,7 +107,6 @@ def judge(
 
 def _print(result: Any) -> None:
     """A table for each judge, what could not be used, and where the rest is."""
-    from bench.tables import ranged
     from tensorlens.studies.judge_study import counts_line, judge_table
 
     for name, found in result.summary["judges"].items():
@@ -118,10 +116,6 @@ def _print(result: Any) -> None:
         if found["measures"]:
             print_rows(judge_table(found))
         typer.echo("")
-    areas = result.summary.get("perturbation", {})
-    if areas:
-        of = {name: ranged(one["auc"], *one["interval"], form=".4g") for name, one in areas.items()}
-        print_rows([{"method": name, "HS-MSE": area, "windows": areas[name]["n"]} for name, area in of.items()])
     for name, about in result.summary["peers"].items():
         parts = [f"{name} {about.get('version', '')}: {about['n']} items"]
         parts += [f"its own example: {about['check']}"] if "check" in about else []
@@ -215,9 +209,13 @@ def tables(
 ) -> None:
     """Print every published number of the benchmarks from the records in bench/records; no model is loaded."""
     Teller("tables")("every table from bench/records", at_once=True)
-    from bench import published
+    from bench import claims, published
 
-    published.write() if write else typer.echo(published.everything())
+    if write:
+        published.write()
+        claims.write()
+    else:
+        typer.echo(f"{published.everything()}\n\n{claims.table()}")
 
 
 def paper_records(
@@ -225,17 +223,9 @@ def paper_records(
     name: Annotated[str, typer.Option(help="Model and data: mpnet-imdb, smollm2-wikitext, dinov2-images, …")],
 ) -> None:
     """Pack the samples of a run into bench/records/paper, for the table of claims."""
-    from bench.studies.claims import pack
+    from bench.claims import pack
 
     typer.echo(f"Wrote {pack(run, name)}")
-
-
-def paper_table() -> None:
-    """Print which claims of the paper hold, from the records in bench/records/paper; no model is loaded."""
-    Teller("paper-table")("the claims of the paper from bench/records/paper", at_once=True)
-    from bench.studies.claims import table
-
-    typer.echo(table())
 
 
 def families(
@@ -297,7 +287,6 @@ app.command("passages")(with_records(passages))
 app.command("keep")(keep)
 app.command("tables")(tables)
 app.command("paper-records")(paper_records)
-app.command("paper-table")(paper_table)
 app.command("families")(with_records(families))
 
 

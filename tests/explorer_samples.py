@@ -53,7 +53,7 @@ def load(name: str) -> tl.Lens:
 
 
 def library(*names: str, **others: Any) -> Library:
-    return Library(names=names or ("gpt2", "vit", "bert-classifier"), load=load, **others)
+    return Library(**{"names": names or ("gpt2", "vit", "bert-classifier"), "load": load} | others)
 
 
 def png(width: int = 40, height: int = 30, colour: tuple[int, int, int] = (200, 90, 40)) -> bytes:

@@ -1,7 +1,7 @@
 """A Transformer written out by hand, small enough to be believed, whose frozen factors can be held.
 
 The class shares no code with the package, so that it can be a witness; `written_out`, at the end, is
-the other witness: what `operators/equations.py` makes of the same weights and factors. Every quantity
+the other witness: what `equations.py` makes of the same weights and factors. Every quantity
 that the paper holds fixed passes through `hold(site, value)`, so that one forward pass serves as
 
 * the model itself              `model(x)`                        hold returns the value
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import equations as eq
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.axes import fold, unvec
-from tensorlens.operators import equations as eq
 
 Site = tuple[int, str]
 Hold = Callable[[Site, Tensor], Tensor]

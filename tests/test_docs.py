@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,14 +25,14 @@ import tensorlens
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_code"))
-from execute import Block, Session, blocks  # noqa: E402
+from execute import NUMBER, OUTPUT, Block, Session, blocks, printed_below, same  # noqa: E402
 
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
-TUTORIALS = DOCS / "tutorials"
-"""Their blocks run when the site is built, which is a test below."""
-
 NOT_RUN = ("make ", "pip install ", ". .venv/", "tensorlens explore ", "wait")
 """Set-up, and a server that would not end."""
+
+LONG = {"perturbation.md", "large-models.md", "add-a-method.md"}
+"""Pages with blocks that take a while even on the smallest model."""
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -40,7 +42,7 @@ def _name(page: Path) -> str:
 
 
 def _with(language: str) -> list[Path]:
-    return [page for page in PAGES if TUTORIALS not in page.parents and _run_here(page, language)]
+    return [page for page in PAGES if _run_here(page, language)]
 
 
 def _run_here(page: Path, language: str = "python") -> list[Block]:
@@ -48,28 +50,13 @@ def _run_here(page: Path, language: str = "python") -> list[Block]:
     return [block for block in blocks(page.read_text("utf-8"), language) if not block.title]
 
 
-def _printed_below(page: Path) -> dict[int, str]:
-    """What a page says that a block printed, by where the block ends: a block `output` right below it."""
-    text = page.read_text("utf-8")
-    starts = {text.rindex("```output", 0, block.end): block for block in blocks(text, "output")}
-    return {len(text[:start].rstrip()): block.source for start, block in starts.items()}
-
-
-NUMBER = re.compile(r"[-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-
-
-def _same(printed: str, expected: str) -> bool:
-    """Whether two texts agree: words exactly, numbers to a hundredth or a unit of the last place shown."""
-    words = [NUMBER.sub("#", " ".join(one.split())) for one in (printed, expected)]
-    got, shown = ([float(n.replace("−", "-")) for n in NUMBER.findall(one)] for one in (printed, expected))
-    places = [10.0 ** -len(n.partition(".")[2].partition("e")[0]) for n in NUMBER.findall(expected)]
-    near = all(abs(a - b) <= max(0.01 * abs(b), place) for a, b, place in zip(got, shown, places, strict=False))
-    return words[0] == words[1] and len(got) == len(shown) and near
-
-
 def test_the_comparison_of_outputs_can_fail():
-    assert _same("a 1.234 b", "a 1.23  b") and _same("−0.50", "−0.50")
-    assert not _same("a 1.3 b", "a 1.0 b") and not _same("a 1 b", "a 1 c") and not _same("1 2", "1")
+    assert same("a 1.234 b", "a 1.23  b") and same("−0.50", "−0.50")
+    assert not same("a 1.3 b", "a 1.0 b") and not same("a 1 b", "a 1 c") and not same("1 2", "1")
+    assert same("3e-7", "9.1e-08") and same("0e+00", "1e-06") and not same("3e-3", "9e-4")
+    assert (
+        same("a\nb\nc\nd", "a\n…\nd") and same("a\nb", "a\n…") and not same("a\nb", "b\n…") and same("a.\nb", "a.\nb")
+    )
 
 
 # Snippets ------------------------------------------------------------------------------------------------------------
@@ -95,9 +82,10 @@ def reader(tmp_path, monkeypatch):
 
 
 def _by_cost(pages: list[Path]) -> list[Any]:
-    """Pages that load real weights are for `make test-all`, the others for every run."""
-    loads = {page: any("tl.load(" in block.source for block in _run_here(page)) for page in pages}
-    return [pytest.param(page, id=_name(page), marks=[pytest.mark.large] * loads[page]) for page in pages]
+    """Pages that load more than the smallest model, or run for long, are for `make test-all`."""
+    loaded = {page: re.findall(r"tl\.load\(.(\w+)", "".join(one.source for one in _run_here(page))) for page in pages}
+    large = [page for page in pages if {*loaded[page]} - {"minilm"} or page.name in LONG]
+    return [pytest.param(page, id=_name(page), marks=[pytest.mark.large] * (page in large)) for page in pages]
 
 
 @pytest.mark.usefixtures("unchecked", "reader")
@@ -111,12 +99,12 @@ def test_python_snippets_run(page):
     tables = [(table, set(table)) for table in (adapters.ADAPTERS, functions.RULES, kernels.KERNELS, METHODS)]
     session = Session(_name(page))
     try:
-        printed = _printed_below(page)
+        text = page.read_text("utf-8")
         for block in _run_here(page):
-            shown = session.run(block).text
-            expected = printed.pop(block.end, None)
-            assert expected is None or _same(shown, expected), f"{_name(page)}:{block.line} printed\n{shown}"
-        assert not printed, f"{_name(page)}: an output that follows no block"
+            shown, (expected, _) = session.run(block).text, printed_below(text, block)
+            assert same(shown, expected), f"{_name(page)}:{block.line} printed\n{shown}"
+        below = [one for block in blocks(text) if (one := printed_below(text, block)[0])]
+        assert len(below) == len(OUTPUT.findall(text)), f"{_name(page)}: an output that follows no block"
     finally:
         for table, names in tables:
             for added in set(table) - names:  # what a page registers is gone for the next one
@@ -163,6 +151,49 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 75
 
 
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+UNITS = (1, 1e3, 1e2, 2**-30)
+"""From what a record holds (seconds, shares, bytes) to what a page shows (also ms, percent, GiB)."""
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _numbers_in(one)
+    elif isinstance(value, str):
+        yield from map(float, NUMBER.findall(re.sub(r"(?<=\d),(?=\d)", "", value).replace("–", " ")))
+    elif value is not None:
+        yield float(value)
+
+
+RECORDS = [path for folder in ("records", "speed/results") for path in (ROOT / "bench" / folder).glob("*.json")]
+
+
+def test_every_measured_number_is_in_its_record():
+    known = {path.name: list(_numbers_in(json.loads(path.read_text("utf-8")))) for path in RECORDS}
+    used = set()
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        tables = re.findall(r"^<!-- record: (.+?) -->\n\n((?:\|.*\n)+)", text, flags=re.M)
+        assert len(tables) == text.count("\n<!-- record:"), f"{_name(page)}: a table right below its record"
+        for names, table in tables:
+            used |= {*names.split()}
+            numbers = [number for name in names.split() for number in known[name]]
+            cells = " ".join("".join(table.splitlines(True)[2:]).split("|")).replace(",", "").replace("–", " ")
+            for shown in NUMBER.findall(cells):
+                digits = int(shown.partition("e")[0].lstrip("-+0.").replace(".", "") or 1)
+                near = 0.51 * abs(float(shown)) / digits  # half a unit of the last place
+                assert any(abs(n * unit - float(shown)) <= near for n in numbers for unit in UNITS), (
+                    f"{_name(page)}: {shown} is not in {names}"
+                )
+    assert used == {*known}, "a record that no page shows"
+    performance = (DOCS / "performance.md").read_text("utf-8")
+    assert performance.count("<!-- record:") == len(re.findall(r"^\|[- |]+\|$", performance, re.M))
+
+
 # Links ---------------------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +213,20 @@ def test_links_lead_somewhere(page):
 
 
 def _anchors(page: Path) -> set[str]:
-    """As the site makes them of headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    """As the site makes them of headings, and those that a page names itself."""
+    text = page.read_text("utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {*re.findall(r' id="([\w-]+)"', text)} | {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings
+    }
+
+
+def test_the_glossary_is_twelve_words_and_each_is_linked():
+    text = (DOCS / "glossary.md").read_text("utf-8")
+    words = re.findall(r'<span id="([\w-]+)">', text)
+    others = "".join(page.read_text("utf-8") for page in PAGES if page.name != "glossary.md")
+    assert len(words) == 12
+    assert [word for word in words if f"glossary.md#{word})" not in others] == []
 
 
 def test_every_picture_is_used():
@@ -196,7 +238,8 @@ def test_every_picture_is_used():
 def test_the_page_on_the_paper_names_tests_and_functions_that_exist():
     page = (DOCS / "paper-and-code.md").read_text("utf-8")
     tests = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py"))
-    source = "\n".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
+    files = [*(ROOT / "src").rglob("*.py"), ROOT / "tests" / "equations.py"]
+    source = "\n".join(path.read_text("utf-8") for path in files)
     named = {name.rstrip("…").rstrip("_") for name in re.findall(r"`(test_[a-z0-9_]+…?)`", page)}
     assert [name for name in named if f"def {name}" not in tests] == []
     tables = page.partition("## What the paper leaves open")[0]
@@ -253,6 +296,19 @@ def test_pages_in_a_browser_are_whole_and_ask_no_one(site, browser, scheme):
         server.shutdown()
     assert problems == []
     assert n_maps >= 6
+
+
+@pytest.mark.large
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1400, 420])
+def test_no_page_is_longer_than_twenty_screens(site, browser, width):
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    screens = {}
+    for page in site.rglob("*.html"):
+        tab.goto(page.as_uri(), wait_until="load")
+        screens[page.name] = tab.evaluate("document.documentElement.scrollHeight") / 900
+    tab.close()
+    assert {name: round(n) for name, n in screens.items() if n > 20} == {}
 
 
 class _Silent(SimpleHTTPRequestHandler):

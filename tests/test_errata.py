@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import equations as eq
 import pytest
 import torch
 from plain_transformer import PlainTransformer, blocks, ffn_part, gap, norm_part, randn, written_out
 from torch.nn import functional as F
 
 from tensorlens.axes import unfold, unvec
-from tensorlens.operators import bounds
-from tensorlens.operators import equations as eq
 
 EXACT = 1e-12
 L, D = 5, PlainTransformer.n_channels
@@ -75,11 +74,11 @@ def test_erratum_3_in_out_row_sum_ignores_bias(config, share):
 )
 def test_erratum_4_norm_bound_needs_square_root(scale, norm, printed, corrected):
     model, x = PlainTransformer("pre_ln"), scale * randn(L, D)
-    found = float(bounds.matrix_norm(norm_part(model, model.factors(x), 0, "norm_1").tensor))
+    found = float(eq.matrix_norm(norm_part(model, model.factors(x), 0, "norm_1").tensor))
     gamma, variance = model.weights[0]["scale_norm_1"], float(x.var(-1, correction=0).min())
     as_printed, as_corrected = (
-        bounds.norm_bound_as_printed(gamma, variance),
-        bounds.norm_bound(gamma, variance, model.eps),
+        eq.norm_bound_as_printed(gamma, variance),
+        eq.norm_bound(gamma, variance, model.eps),
     )
     assert found <= as_corrected
     assert (found > as_printed) == (scale >= 3)
@@ -129,9 +128,9 @@ def test_erratum_6_gated_ffn_bound(gate):
     model._ffn(0, x, lambda site, value: factors.setdefault(site, value))
     w, gain = model.weights[0], factors[0, "gain"]
     live, other = ("w_up", "gate") if gate == "freeze_gate" else ("w_gate", "up")
-    found = bounds.matrix_norm(ffn_part(model, factors, 0).tensor)
-    assert found <= bounds.gated_ffn_bound(w[live], gain * factors[0, other], w["w_down"])
-    printed = bounds.ffn_bound(w[live], w["w_down"])
+    found = eq.matrix_norm(ffn_part(model, factors, 0).tensor)
+    assert found <= eq.gated_ffn_bound(w[live], gain * factors[0, other], w["w_down"])
+    printed = eq.ffn_bound(w[live], w["w_down"])
     assert float(found / printed) == quoted(4.44 if gate == "freeze_gate" else 5.18)
 
 
@@ -139,7 +138,7 @@ def test_erratum_6_gated_ffn_bound(gate):
 def test_erratum_6_gate_is_bounded_by_weights_after_a_norm(norm):
     model = PlainTransformer("pre_ln", norm=norm, ffn="swiglu")
     w = model.weights[0]
-    bound = bounds.gate_bound(w["w_gate"], w["b_gate"], w["scale_norm_2"], w["b_norm_2"])
+    bound = eq.gate_bound(w["w_gate"], w["b_gate"], w["scale_norm_2"], w["b_norm_2"])
     for seed, size in enumerate((0.1, 1, 100)):
         factors = model.factors(size * randn(L, D, seed=seed))
         assert (factors[0, "gain"] * factors[0, "gate"]).abs().max() <= bound
@@ -149,18 +148,18 @@ def test_erratum_6_gated_bounds_are_reached():
     one, s, t, biases = torch.ones(D, dtype=torch.float64), 1.5, 0.5, torch.tensor([0.0, -0.25]).double()
     # A row of a normalised state cannot be longer than -s·1 - t·1, and no gate weight points along it more than 1 does.
     g = (-s * one - t * one) @ torch.stack([one, one], 1) + biases
-    bound = bounds.gate_bound(torch.stack([one, one], 1), biases, -s * one, -t * one)
+    bound = eq.gate_bound(torch.stack([one, one], 1), biases, -s * one, -t * one)
     assert bound == pytest.approx(float(g.abs().max()), rel=EXACT)
     held = torch.tensor([[-3.0, 1.0]]).double()
     M = eq.ffn_tensor(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double())
-    found = float(bounds.matrix_norm(M))
-    assert bounds.gated_ffn_bound(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double()) == found == 30
+    found = float(eq.matrix_norm(M))
+    assert eq.gated_ffn_bound(2 * torch.eye(2).double(), held, 5 * torch.eye(2).double()) == found == 30
 
 
 def test_erratum_7_proposition_needs_bias():
     model, x, delta = PlainTransformer(), randn(L, D), 1e-3 * randn(L, D, seed=6)
     (T, B), moved = written_out(model, x), model(x + delta)
-    bound = bounds.proposition_bound(unfold(T), delta, model(x), moved)
+    bound = eq.proposition_bound(unfold(T), delta, model(x), moved)
     with_bias, as_printed = ((eq.contract(T, x + delta) + b - moved).norm() for b in (B, 0))
     assert with_bias <= bound
     assert float(as_printed / bound) == quoted(680)
@@ -169,9 +168,9 @@ def test_erratum_7_proposition_needs_bias():
 def test_erratum_7_proposition_holds_for_a_constant_too():
     model, x, delta = PlainTransformer(), randn(L, D), 0.1 * randn(L, D, seed=6)
     T, moved, nothing = unfold(written_out(model, x)[0]), model(x + delta), torch.zeros(L * D, L * D, dtype=x.dtype)
-    constant = bounds.proposition_bound(nothing, delta, model(x), moved)
+    constant = eq.proposition_bound(nothing, delta, model(x), moved)
     assert float((model(x) - moved).norm()) <= constant
-    assert constant / bounds.proposition_bound(T, delta, model(x), moved) == quoted(0.121)
+    assert constant / eq.proposition_bound(T, delta, model(x), moved) == quoted(0.121)
 
 
 def test_erratum_9_attention_is_scaled():

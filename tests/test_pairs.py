@@ -141,18 +141,20 @@ def test_late_interaction_by_hand() -> None:
     assert total(found) == pytest.approx(float(best.values.sum()), abs=1e-12)
 
 
+def compared(lens: tl.Lens, first: Any, others: list[Any], pooling: str | None = None, groups: Any = None) -> Any:
+    return similarity_code._Comparing(lens, None, first, others, pooling, groups, "cosine")
+
+
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_pulls_give_what_pushes_give(name: str) -> None:
     lens = tl.Lens(build(name))
     long = [3 + k % 50 for k in range(30)]  # more tokens than channels
-    T = lens(long)
-    taken = similarity_code._Taken(T, similarity_code.Pooling("max", "max"), torch.ones(30, dtype=torch.bool))
-    members = torch.eye(30, dtype=torch.bool)
-    pushed, pulled = taken._pushed(members), taken._pulled(members)
+    taken = compared(lens, long, [], "max").first
+    pushed, pulled = taken._pushed(), taken._pulled()
     assert (pushed - pulled).abs().max() < 1e-12 and pushed.abs().max() > 0.01
-    assert torch.equal(taken.parts(members)[:-1], pulled)
-    two = torch.stack([torch.arange(30) < 9, torch.arange(30) >= 9])
-    assert (taken.parts(two)[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
+    assert torch.equal(taken.parts[:-1], pulled)
+    two = compared(lens, long, [], "max", [("first", 0, 9), ("second", 9, 30)]).first
+    assert (two.parts[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "cls", "max", "late", "dense"])
@@ -160,15 +162,15 @@ def test_pulls_give_what_pushes_give(name: str) -> None:
 def test_a_short_text_is_pulled_through_a_long_one(pooling: Any, is_short_first: bool, tmp_path: Path) -> None:
     dense = {"pooling_mode_mean_tokens": True}
     lens = encoder_folder(tmp_path, dense) if pooling == "dense" else tl.Lens(build("bert"))
-    pooling = None if pooling == "dense" else pooling
-    sides = similarity_code._Sides(lens, None, pooling, None, "cosine")
     texts = [[3, 9], [3 + k % 50 for k in range(30)]]
-    a, b = [sides.look(text) for text in (texts if is_short_first else texts[::-1])]
-    found = sides.compare(a, b).scores
+    first, second = texts if is_short_first else texts[::-1]
+    work = compared(lens, first, [], None if pooling == "dense" else pooling)
+    a, b = work.first, compared(lens, second, [], work.pooling).first
+    (found,) = work.compare(a, b)
     assert ("parts" in vars(a), "parts" in vars(b)) == (is_short_first, not is_short_first)
     assert b.parts is not None and a.parts is not None  # with both known, nothing is pulled
-    both = sides.compare(a, b).scores
-    assert (found - both).abs().max() < 1e-12 and both[:-1, :-1].abs().max() > 1e-4
+    (both,) = work.compare(a, b)
+    assert (found.scores - both.scores).abs().max() < 1e-12 and both.scores[:-1, :-1].abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "cls", "last", "max"])
@@ -212,14 +214,38 @@ def test_against_a_third_text() -> None:
     assert found.value == pytest.approx(near.value - far.value, abs=1e-12)
 
 
-def test_many_passages_record_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+PASSAGES = [B, A, [5, 6], [40, 12, 9, 3, 17], [8] * 30, [7, 9]]
+
+
+def test_passages_share_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     lens, seen = tl.Lens(build("bert")), []
-    look = lens.specimen.look
-    monkeypatch.setattr(lens.specimen, "look", lambda prepared: seen.append(1) or look(prepared))
-    found = tl.similarities(lens, A, [B, A, [5, 6]])
-    assert len(seen) == 4
-    assert torch.equal(found[0].scores, tl.similarity(lens, A, B).scores)
+    record = lens.specimen.record
+    monkeypatch.setattr(
+        lens.specimen, "record", lambda given, n_samples=1: seen.append(n_samples) or record(given, n_samples=n_samples)
+    )
+    found = tl.similarities(lens, A, PASSAGES)
+    assert seen == [1, 6, 1]  # the query, all passages, and the shortest once more alone
     assert found[1].value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("pooling", [None, *POOLINGS, "dense"])
+@pytest.mark.parametrize("query", [A, [3 + k % 50 for k in range(30)]], ids=["short", "long"])
+def test_passages_together_are_what_each_is_alone(pooling: Any, query: list[int], tmp_path: Path) -> None:
+    dense = pooling == "dense"
+    lens = encoder_folder(tmp_path, {"pooling_mode_mean_tokens": True}) if dense else tl.Lens(build("bert"))
+    pooling = None if dense else pooling
+    for one, other in zip(tl.similarities(lens, query, PASSAGES, pooling=pooling), PASSAGES, strict=True):
+        alone = tl.similarity(lens, query, other, pooling=pooling)
+        assert (one.scores - alone.scores).abs().max() < 1e-12 and one.value == pytest.approx(alone.value, abs=1e-12)
+        assert one.in_tokens == alone.in_tokens and one.meta == alone.meta and total(one) == pytest.approx(one.value)
+
+
+def test_passages_that_padding_changes_go_by_length() -> None:
+    lens = tl.Lens(build("bert"))
+    lens.model.encoder.layer[1].register_forward_hook(lambda _, __, y: 2 * y if y.shape[1] > 8 else None)
+    for one, other in zip(tl.similarities(lens, A, PASSAGES), PASSAGES, strict=True):
+        assert (one.scores - tl.similarity(lens, A, other).scores).abs().max() < 1e-12
+        assert "by length" in one.meta["batches"]
 
 
 def test_a_recording_that_was_stopped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +297,12 @@ def test_towers_end_in_their_own_projection(first: str, second: str, modules: st
     other = PICTURE if "image" in second else ids
     found = tl.similarity(tl.Lens(models[0]), ids, other, other=tl.Lens(models[1]))
     assert found.meta["pooling"] == modules
+    if first == "siglip text":
+        with pytest.raises(tl.InputError, match="no attention pooling after its blocks"):
+            tl.similarity(tl.Lens(models[0]), ids, ids, pooling="attention")
+        own = tl.Lens(models[1])
+        named, unnamed = (tl.similarity(own, PICTURE, 2 * PICTURE, pooling=one) for one in ("attention", None))
+        assert torch.equal(named.scores, unnamed.scores) and named.meta["pooling"] == "module head"
     assert found.value == pytest.approx(truth, abs=1e-9) and total(found) == pytest.approx(truth, abs=1e-9)
     assert found.scores[:-1, :-1].abs().max() > 1e-3
 

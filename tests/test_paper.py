@@ -1,12 +1,13 @@
 """The paper, equation by equation: each test is named after the number or the claim that it checks.
 
-Three witnesses that share no code must agree: `operators/equations.py` fed with weights and frozen
+Three witnesses that share no code must agree: `equations.py` fed with weights and frozen
 factors, the autograd Jacobian of the hand-patched `PlainTransformer`, and its replay on unit inputs.
 Where the print is wrong, the test of the equation checks the corrected form and test_errata.py the print.
 """
 
 from __future__ import annotations
 
+import equations as eq
 import pytest
 import torch
 from plain_transformer import NORMS, ORDER, PlainTransformer, blocks, ffn_part, gap, parts, randn, written_out
@@ -15,8 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tensorlens.axes import unfold, unvec, vec
-from tensorlens.operators import bounds
-from tensorlens.operators import equations as eq
 
 EXACT = 1e-12
 L, D = 5, PlainTransformer.n_channels
@@ -238,7 +237,7 @@ def test_eq21_norm_collapses():
     spectral = [[torch.linalg.svdvals(T[i, :, j])[0] for j in range(L)] for i in range(L)]
     assert gap(eq.norm_frobenius(T), torch.tensor(frobenius, dtype=T.dtype)) < EXACT
     assert gap(eq.norm_spectral(T), torch.tensor(spectral, dtype=T.dtype)) < EXACT
-    assert (eq.norm_spectral(T) <= bounds.matrix_norm(unfold(T))).all()
+    assert (eq.norm_spectral(T) <= eq.matrix_norm(unfold(T))).all()
 
 
 @layouts
@@ -293,7 +292,7 @@ def test_eq25_eq29_eq30_proposition(layout, size):
     error = eq.contract(T, x + delta) + B - moved
     # The second line of the proof, with its sign put right.
     assert gap(eq.contract(T, delta) + model(x) - moved, error) < 1e-10
-    assert error.norm() <= bounds.proposition_bound(unfold(T), delta, model(x), moved)
+    assert error.norm() <= eq.proposition_bound(unfold(T), delta, model(x), moved)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -301,48 +300,48 @@ def test_eq31_attention_bound(is_causal):
     model, x = PlainTransformer(is_causal=is_causal), 4 * randn(L, D)
     heads, A = model.heads(0), model.factors(x)[0, "attention"]
     by_column_and_row = (A.sum(1).amax(-1) * A.sum(2).amax(-1)).sqrt()
-    middle = (bounds.matrix_norm(heads["w_value"] @ heads["w_out"]) * by_column_and_row).sum()
-    found = bounds.matrix_norm(parts(model, model.factors(x), 0)["attention"].tensor)
-    assert found <= middle <= bounds.attention_bound(heads["w_value"], heads["w_out"], L)
+    middle = (eq.matrix_norm(heads["w_value"] @ heads["w_out"]) * by_column_and_row).sum()
+    found = eq.matrix_norm(parts(model, model.factors(x), 0)["attention"].tensor)
+    assert found <= middle <= eq.attention_bound(heads["w_value"], heads["w_out"], L)
 
 
 def test_eq31_attention_bound_is_reached_when_all_look_at_one_token():
     A, w_value, w_out = torch.zeros(1, L, L, dtype=torch.float64), randn(1, D, 2), randn(1, 2, D, seed=2)
     A[:, :, 0] = 1
-    found = bounds.matrix_norm(eq.attention_tensor(A, w_value, w_out))
-    assert float(found) == approx(bounds.attention_bound(w_value, w_out, L), rel=EXACT)
+    found = eq.matrix_norm(eq.attention_tensor(A, w_value, w_out))
+    assert float(found) == approx(eq.attention_bound(w_value, w_out, L), rel=EXACT)
 
 
 @pytest.mark.parametrize("ffn", ["gelu", "silu"])
 def test_eq32_ffn_bound(ffn):
     model = PlainTransformer(ffn=ffn)
     w = model.weights[0]
-    bound = bounds.ffn_bound(w["w_up"], w["w_down"])
+    bound = eq.ffn_bound(w["w_up"], w["w_down"])
     for size in (0.1, 1, 10):
         M = parts(model, model.factors(size * randn(L, D)), 0)["ffn"].tensor
-        assert bounds.matrix_norm(M) <= bound
+        assert eq.matrix_norm(M) <= bound
     all_open = eq.ffn_tensor(torch.eye(D, dtype=torch.float64), torch.ones(L, D, dtype=torch.float64), w["w_down"][:D])
-    assert float(bounds.matrix_norm(all_open)) == approx(float(bounds.matrix_norm(w["w_down"][:D])), rel=EXACT)
+    assert float(eq.matrix_norm(all_open)) == approx(float(eq.matrix_norm(w["w_down"][:D])), rel=EXACT)
 
 
 def test_eq33_norm_bound_is_reached_without_centring():
     scale, variance, eps = torch.tensor([1.0, -3.0]).double(), torch.tensor([8.0, 4.0]).double(), 5.0
-    found = bounds.matrix_norm(eq.norm_tensor((variance + eps).rsqrt(), scale, is_centred=False))
-    assert float(found) == approx(bounds.norm_bound(scale, 4.0, eps), rel=EXACT)
-    assert bounds.norm_bound_as_printed(scale, 4.0) == 3 / 4
+    found = eq.matrix_norm(eq.norm_tensor((variance + eps).rsqrt(), scale, is_centred=False))
+    assert float(found) == approx(eq.norm_bound(scale, 4.0, eps), rel=EXACT)
+    assert eq.norm_bound_as_printed(scale, 4.0) == 3 / 4
 
 
 def part_bounds(model: PlainTransformer, factors: dict, n: int) -> list[float]:
     """Bounds of the parts of block `n`, in the order of computation."""
     w, heads = model.weights[n], model.heads(n)
-    found = {"attention": bounds.attention_bound(heads["w_value"], heads["w_out"], L)}
+    found = {"attention": eq.attention_bound(heads["w_value"], heads["w_out"], L)}
     if model.is_gated:
-        found["ffn"] = bounds.gated_ffn_bound(w["w_up"], factors[n, "gain"] * factors[n, "gate"], w["w_down"])
+        found["ffn"] = eq.gated_ffn_bound(w["w_up"], factors[n, "gain"] * factors[n, "gate"], w["w_down"])
     else:
-        found["ffn"] = bounds.ffn_bound(w["w_up"], w["w_down"])
+        found["ffn"] = eq.ffn_bound(w["w_up"], w["w_down"])
     for name in NORMS[model.layout]:
         min_variance = float(factors[n, name].pow(-2).min()) - model.eps
-        found[name] = bounds.norm_bound(w[f"scale_{name}"], min_variance, model.eps)
+        found[name] = eq.norm_bound(w[f"scale_{name}"], min_variance, model.eps)
     return [found[name] for name in ORDER[model.layout]]
 
 
@@ -352,19 +351,19 @@ def part_bounds(model: PlainTransformer, factors: dict, n: int) -> list[float]:
 def test_eq33_and_eq34_bound_of_the_whole_model(layout, norm, ffn):
     model, x = PlainTransformer(layout, norm=norm, ffn=ffn), randn(L, D)
     factors, N = model.factors(x), model.n_blocks
-    block_bound = getattr(bounds, f"{layout}_bound")
+    block_bound = getattr(eq, f"{layout}_bound")
     by_block = [block_bound(*part_bounds(model, factors, n)) for n in range(N)]
     for found, bound in zip(blocks(model, x), by_block, strict=False):
-        assert bounds.matrix_norm(found.tensor) <= bound
+        assert eq.matrix_norm(found.tensor) <= bound
     final = 1.0
     if model.has_final_norm:
         final = float(model.weights[N]["scale_final"].abs().max() * factors[N, "final"].max())
-    assert bounds.matrix_norm(unfold(written_out(model, x)[0])) <= bounds.model_bound(by_block, final)
+    assert eq.matrix_norm(unfold(written_out(model, x)[0])) <= eq.model_bound(by_block, final)
 
 
 @layouts
 def test_eq34_block_bound_is_reached_by_positive_numbers(layout):
     sizes = torch.arange(2.0, 2 + len(ORDER[layout])).tolist()
     T = getattr(eq, f"{layout}_tensor")(*(torch.tensor([[size]]) for size in sizes))
-    assert float(T) == approx(getattr(bounds, f"{layout}_bound")(*sizes))
-    assert bounds.model_bound([2.0, 3.0], final_norm=5.0) == 30
+    assert float(T) == approx(getattr(eq, f"{layout}_bound")(*sizes))
+    assert eq.model_bound([2.0, 3.0], final_norm=5.0) == 30

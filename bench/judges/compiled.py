@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.foreign_files import check_zip, foreign_reader
 from tensorlens.strict_json import from_json
-from tensorlens.studies.judge_study import Item, Judge
 
-MEASURES = ("outside", "reciprocal_rank", "top_1")
+MEASURES = ("reciprocal_rank", "top_1")
 PORT_TOLERANCE = 1e-5
 """How far a port may be from the stored outputs."""
 
@@ -163,7 +163,7 @@ def compiled_programs(folder: Path, *, limit: int | None = None) -> Judge:
         folder: A .json and an .npz file for each.
         limit: Outputs asked for, of each program, at most.
     """
-    items: list[Item] = []
+    items: list[BenchItem] = []
     problems: list[str] = []
     models: dict[str, Lens] = {}
     for path in sorted(folder.glob("*.json")):
@@ -179,12 +179,10 @@ def compiled_programs(folder: Path, *, limit: int | None = None) -> Judge:
             continue
         models[path.stem] = Lens(model, name=path.stem)
         items += found[:limit]
-    return Judge(
-        name="tracr", question="word", measures=MEASURES, items=tuple(items), problems=tuple(problems), models=models
-    )
+    return Judge(name="tracr", measures=MEASURES, items=tuple(items), problems=tuple(problems), models=models)
 
 
-def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
+def _items(program: str, sizes: dict[str, Any]) -> list[BenchItem]:
     found = []
     for row, example in enumerate(sizes["examples"], 1):
         tokens = example["tokens"][1:]
@@ -194,7 +192,7 @@ def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
             if target is None or not reads or len(reads) == len(tokens):
                 continue  # nothing to tell apart
             found.append(
-                Item(
+                BenchItem(
                     judge="tracr",
                     set=program,
                     name=f"{program}:{row}:{i}",
@@ -204,7 +202,7 @@ def _items(program: str, sizes: dict[str, Any]) -> list[Item]:
                     labels=tuple(str(token) for token in tokens),
                     model=program,
                     out_token=i + 1,
-                    right="always",
+                    right=False,
                     truth=tuple(float(k in reads) for k in range(len(tokens))),
                     overlap=str(tokens[i]),
                 )

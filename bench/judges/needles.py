@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import sentences
 from tensorlens.strict_json import from_json
-from tensorlens.studies.judge_study import WORD_OVERLAP, Item, Judge, PrefixText, whole_words, with_members
+from tensorlens.studies.judge_study import WORD_OVERLAP, PrefixText, whole_words, with_members
 
-MEASURES = ("reciprocal_rank", "top_1", "recall_at_5")
+MEASURES = ("reciprocal_rank", "top_1")
 AFFORDABLE = (
     "tensor.in_class",
     "tensor.in_out",
@@ -44,7 +45,7 @@ def needles(
         lengths: About how many tokens a prompt is to have.
     """
     hay = _hay(haystack)
-    items: list[Item] = []
+    items: list[BenchItem] = []
     problems: list[str] = []
     for path in sorted(folder.glob("*.json")):
         for length in lengths:
@@ -55,7 +56,6 @@ def needles(
                     problems.append(f"{path.name}, row {row}, {length} tokens: {error}")
     return Judge(
         name="needles",
-        question="passage",
         measures=MEASURES,
         items=tuple(items),
         problems=tuple(problems),
@@ -88,7 +88,7 @@ def _records(path: Path, problems: list[str]) -> list[Any]:
     return []
 
 
-def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], length: int) -> Item:
+def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], length: int) -> BenchItem:
     try:
         question, hidden = str(record["question"]), [str(one) for one in record["needles"]]
         answer, needle = str(record["gt_answers"][0]), hidden[0]
@@ -104,7 +104,7 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
     kept = [k for k, unit in enumerate(units) if prompt.offsets[unit[0]][0] < n_context]  # type: ignore[index]
     tokens = prompt.tokens_at(spans)
     units, labels = tuple(units[k] for k in kept), tuple(labels[k] for k in kept)
-    return Item(
+    return BenchItem(
         judge="needles",
         set=name,
         name=f"{name}:{row}",
@@ -113,7 +113,6 @@ def _item(lens: Lens, name: str, row: int, record: Any, hay: Sequence[str], leng
         units=units,
         labels=labels,
         truth=tuple(float(len(tokens & set(unit)) > len(unit) / 2) for unit in units),
-        right="first",
         overlap=question,
     )
 

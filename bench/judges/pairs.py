@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
 from tensorlens.studies.intervals import short
-from tensorlens.studies.judge_study import WRONG, Item, Judge, PrefixText, cell_of, items_of, now, reason_of
+from tensorlens.studies.judge_study import WRONG, PrefixText, cell_of, items_of, now, reason_of
 from tensorlens.studies.members import MEMBERS, member_lens
 
-MEASURES = ("pearson", "spearman")
+MEASURES = ("pearson",)
 
 
 def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Judge:
@@ -33,18 +34,10 @@ def patching_pairs(lens: Lens, folder: Path, *, limit: int | None = None) -> Jud
         limit: Pairs of each file that can be used, at most.
     """
     items, problems = items_of(sorted(folder.glob("*.csv")), partial(_item, lens), limit)
-    return Judge(
-        name="patching",
-        question="component",
-        measures=MEASURES,
-        items=items,
-        problems=problems,
-        reference="patching@paper",
-        measure=patched,
-    )
+    return Judge(name="patching", measures=MEASURES, items=items, problems=problems, measure=patched)
 
 
-def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
+def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> BenchItem:
     clean, corrupted = PrefixText(lens, cell_of(values, "clean")), PrefixText(lens, cell_of(values, "corrupted"))
     if len(clean.ids) != len(corrupted.ids):
         raise InputError(f"The two prompts have {len(clean.ids)} and {len(corrupted.ids)} tokens; expected as many.")
@@ -53,15 +46,15 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
         if "corrupted_hard" in values
         else _digit_weights(clean, cell_of(values, "label"))
     )
-    return Item(
+    return BenchItem(
         judge="patching",
         set=name,
         name=f"{name}:{row}",
         ids=clean.ids,
-        target=None,
+        target=0,
         units=(),
         labels=(),
-        truth=None,
+        truth=(),
         extra={"corrupted": corrupted.ids, "weights": weights},
     )
 
@@ -90,24 +83,19 @@ def _digit_weights(clean: PrefixText, label: str) -> dict[int, float]:
     return {token: 1 / len(above) for token in above} | {token: -1 / len(below) for token in below}
 
 
-def patched(lens: Lens, items: Sequence[Item], methods: Sequence[str]) -> list[dict[str, Any]]:
-    """For each item the predicted effects by every member that the methods name, and the true ones once."""
+def patched(lens: Lens, item: BenchItem, methods: Sequence[str]) -> dict[str, Any]:
+    """The predicted effects by every member that the methods name, and the true ones once."""
     named = {name.partition("@")[2] for name in methods if "@" in name} | {"paper"}
     lenses = {member: member_lens(lens, member) for member in MEMBERS if member in named}
-    return [_record(lenses, item) for item in items]
-
-
-def _record(lenses: Mapping[str, Lens], item: Item) -> dict[str, Any]:
-    """Predicted effects by member over the components whose true effect is known."""
     found: dict[str, Any] = {"scores": {}, "seconds": {}, "missing": {}}
     truth: Patching | None = None
-    for member, lens in lenses.items():
+    for member, own in lenses.items():
         name = f"patching@{member}"
         try:
             began = now()
-            made = _patching(lens, item, verify=False)
+            made = _patching(own, item, verify=False)
             found["seconds"][name] = short(now() - began, 7)
-            truth = truth or _patching(lens, item, verify=True)
+            truth = truth or _patching(own, item, verify=True)
         except (TensorLensError, torch.OutOfMemoryError) as error:
             found["missing"][name] = reason_of(error)
             continue
@@ -124,5 +112,5 @@ def _record(lenses: Mapping[str, Lens], item: Item) -> dict[str, Any]:
     return found
 
 
-def _patching(lens: Lens, item: Item, *, verify: bool) -> Patching:
+def _patching(lens: Lens, item: BenchItem, *, verify: bool) -> Patching:
     return patching(lens, list(item.ids), list(item.extra["corrupted"]), item.extra["weights"], verify=verify)

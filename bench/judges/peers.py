@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.strict_json import write_text
-from tensorlens.studies.judge_study import Item, unit_sums
+from tensorlens.studies.judge_study import unit_sums
 from tensorlens.studies.runs import Run, as_line, read_record, whole_lines
 
 if TYPE_CHECKING:
+    from bench.judges.engine import BenchItem
     from bench.judges.run import BenchOptions
 
 PEERS = (
@@ -152,7 +153,7 @@ class Peer:
 def ask_peers(
     lens: Lens,
     run: Run,
-    items: Sequence[Item],
+    items: Sequence[BenchItem],
     records: list[dict[str, Any]],
     options: BenchOptions,
     tell: Callable[[str], None],
@@ -185,7 +186,7 @@ def ask_peers(
     return {name: one["about"] | {"n": len(one["answers"])} for name, one in found.items()}
 
 
-def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) -> None:
+def _put(record: dict[str, Any], name: str, item: BenchItem, answer: dict[str, Any]) -> None:
     """A peer's answer beside ours, or why there is none."""
     scores, of_components = answer.get("scores"), name in OF_COMPONENTS
     n, asked = (len(record["labels"]), "components") if of_components else (len(item.ids), "tokens")
@@ -200,7 +201,7 @@ def _put(record: dict[str, Any], name: str, item: Item, answer: dict[str, Any]) 
 
 
 def _questions(
-    items: Sequence[Item], records: Sequence[dict[str, Any]], limit: int | None, of_components: bool
+    items: Sequence[BenchItem], records: Sequence[dict[str, Any]], limit: int | None, of_components: bool
 ) -> list[dict[str, Any]]:
     """What peers are asked; index 0 is theirs to speak about themselves. The sets in turn: a peer may be ended."""
     of_set: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -212,7 +213,7 @@ def _questions(
     return [_question(items[record["index"]], record) for record in in_turn if record is not None]
 
 
-def _question(item: Item, record: dict[str, Any]) -> dict[str, Any]:
+def _question(item: BenchItem, record: dict[str, Any]) -> dict[str, Any]:
     asked = {"index": record["index"] + 1, "ids": item.ids}
     if item.judge == "patching":
         weights = list(item.extra["weights"].items())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 
 import tensorlens as tl
 from bench.speed.models import body_function, build, device, half, token_ids
@@ -305,6 +308,8 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
             (torch.autograd.grad(logits.max(-1).values.sum(), x)[0] * x).sum(-1).tolist()
 
     yardstick, lens = n_samples / timed(plain, n=2).seconds, tl.Lens(model)
+    with cp_lrp(model):
+        peer = n_samples / timed(plain, n=2).seconds
     rows = []
     for method, options in (("tensor.in_class", {}), ("tensor.in_out", {}), ("tensor.norm", {"probes": 16})):
         took = timed(lambda m=method, o=options: list(lens.maps(ids, m, progress=False, **o)), n=3)
@@ -312,8 +317,32 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
         rows.append(
             {"model": name, "tokens": n_tokens, "samples": n_samples, "method": method}
             | {"per second": f"{rate:.0f}", "input × gradient": f"{yardstick:.0f}", "ratio": f"{rate / yardstick:.3f}"}
+            | {"CP-LRP by gradients": f"{peer:.0f}", "ratio to it": f"{rate / peer:.3f}"}
         )
     return rows
+
+
+@contextmanager
+def cp_lrp(model: Any) -> Iterator[None]:
+    """Inside, a Llama's gradients are CP-LRP's: queries, keys, gates and the sizes in norms are detached."""
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        size = x.float().square().mean(-1, keepdim=True)
+        return module.weight * (x.float() * torch.rsqrt(size + module.variance_epsilon).detach()).to(x)
+
+    named = dict(model.named_modules())
+    held = [one for name, one in named.items() if name.endswith(("q_proj", "k_proj", "act_fn"))]
+    hooks = [one.register_forward_hook(lambda _, __, y: y.detach()) for one in held]
+    norms = [one for one in named.values() if hasattr(one, "variance_epsilon")]
+    for one in norms:
+        one.forward = partial(norm, one)
+    try:
+        yield
+    finally:
+        for one in norms:
+            del one.forward
+        for hook in hooks:
+            hook.remove()
 
 
 def perturbed(name: str, n_samples: int, n_tokens: int) -> Rows:

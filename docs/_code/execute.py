@@ -1,7 +1,7 @@
 """Run the Python blocks of a Markdown page in order, as one session, and say what each of them shows.
 
-The site shows what the tutorials' blocks give; the tests run the blocks of every other page. Both go through here, so
-that a page is plain Markdown wherever else it is read.
+What a block prints is on the page, in a block `output` below it, so that it can be read anywhere. The tests compare it;
+`python docs/_code/execute.py PAGE …` writes it anew. The site adds the maps and figures of the tutorials.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>[a-z]+)(?: title="(?P<title>[^"]*)")?[^\n]*\n(?P<body>.*?)^(?P=indent)``` *$',
     re.M | re.S,
 )
+OUTPUT = re.compile(r"\s*^(?P<indent> *)```output\n(?P<body>.*?)^(?P=indent)``` *$", re.M | re.S)
+NUMBER = re.compile(r"[-+−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,55 @@ def blocks(markdown: str, language: str = "python") -> list[Block]:
         for found in FENCE.finditer(markdown)
         if found["language"] == language
     ]
+
+
+def printed_below(markdown: str, block: Block) -> tuple[str, int]:
+    """What the page says that a block printed, and where that ends; empty without a block `output` right below."""
+    found = OUTPUT.match(markdown, block.end)
+    return (textwrap.dedent(found["body"]), found.end()) if found else ("", block.end)
+
+
+def same(printed: str, expected: str) -> bool:
+    """Whether a block printed what a page says: words exactly, numbers nearly. A line … stands for any lines."""
+    got, shown = ([line.split() for line in text.splitlines() if line.strip()] for text in (printed, expected))
+    if ["…"] not in shown:
+        return _agree(sum(got, []), sum(shown, []))
+    start = shown.index(["…"])
+    end = len(shown) - start - 1
+    return (
+        len(got) >= start + end
+        and _agree(sum(got[:start], []), sum(shown[:start], []))
+        and _agree(sum(got[len(got) - end :], []), sum(shown[start + 1 :], []))
+    )
+
+
+def _agree(got: list[str], shown: list[str]) -> bool:
+    texts = [" ".join(words).replace("−", "-") for words in (got, shown)]
+    plain = [NUMBER.sub("#", text) for text in texts]
+    return plain[0] == plain[1] and all(map(_near, *map(NUMBER.findall, texts)))
+
+
+def _near(got: str, shown: str) -> bool:
+    """To a hundredth or a unit of the last place shown; an error such as 3e-07 to its size, or below 1e-05."""
+    digits, _, power = shown.partition("e")
+    place = 10.0 ** -len(digits.partition(".")[2])
+    allowed = max(0.9 * abs(float(shown)), 1e-5) if power else max(0.01 * abs(float(shown)), place)
+    return abs(float(got) - float(shown)) <= allowed
+
+
+def with_outputs(markdown: str, page: str) -> str:
+    """The page with what its blocks print now; an output that is still right stays as it is."""
+    parts, start, session = [], 0, Session(page)
+    for block in blocks(markdown):
+        parts.append(markdown[start : block.end])
+        there, start = printed_below(markdown, block)
+        shown = "" if block.title else session.run(block).text.rstrip()
+        if block.title or (there and same(shown, there)):  # a block with a title runs elsewhere
+            parts.append(markdown[block.end : start])
+        elif shown:
+            lines = "\n".join(line.rstrip() for line in shown.splitlines())
+            parts.append("\n\n" + textwrap.indent(f"```output\n{lines}\n```", block.indent))
+    return "".join([*parts, markdown[start:]])
 
 
 class Session:
@@ -115,3 +166,15 @@ def as_markup(value: Any) -> str:
 def _picture(buffer: io.BytesIO, name: str, kind: str = "png") -> str:
     data = base64.b64encode(buffer.getvalue()).decode()
     return f'<img alt="{html.escape(name)}" src="data:image/{kind};base64,{data}">'
+
+
+if __name__ == "__main__":
+    import shutil
+    import sys
+
+    for name in sys.argv[1:]:
+        path = Path(name).resolve()
+        with empty_folder():
+            shutil.copytree(Path(__file__).parents[2] / "examples" / "judge", "judge")
+            text = with_outputs(path.read_text("utf-8"), name)
+        path.write_text(text, "utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from execute import Session, Shown, blocks, empty_folder  # noqa: E402
+from execute import Session, blocks, empty_folder, printed_below  # noqa: E402
 
 _TARGET = "; takes a `target`"
 log = logging.getLogger("mkdocs.hooks.tutorials")
@@ -28,7 +28,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Run the blocks of a tutorial and put what they show below each; write out commands and methods."""
+    """Run the blocks of a tutorial and put maps and figures below each; write out commands and methods."""
     for name, written in (("{{ commands }}", _commands), ("{{ methods }}", _methods)):
         markdown = markdown.replace(name, written()) if name in markdown else markdown
     if not (page.file.src_uri.startswith("tutorials/") and config["extra"]["execute"]):
@@ -38,9 +38,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     _quiet()
     with empty_folder():
         for block in blocks(markdown):
-            shown = session.run(block)
-            parts += [markdown[start : block.end], "\n\n" + _below(shown, outputs) + "\n"]
-            start = block.end
+            markup, before = session.run(block).markup, start
+            _, start = printed_below(markdown, block)
+            parts.append(markdown[before:start])
+            if markup:
+                parts.append(f'\n\n<div class="shown" data-place="{len(outputs)}"></div>\n')
+                outputs.append(markup)
     log.info("%s: %.1f s", page.file.src_uri, time.perf_counter() - began)
     return "".join([*parts, markdown[start:]])
 
@@ -67,7 +70,8 @@ def _commands() -> str:
         example = re.search(r"(?<=Example: ).*", rest)
         parts.append(f"## {name}\n\n{summary}\n")
         parts.append(f"```text\n{example.group()}\n```\n" if example else "")
-        parts.append("| argument | meaning |\n|---|---|\n" + "\n".join(map(_parameter, command.params)) + "\n")
+        table = "| argument | meaning |\n|---|---|\n" + "\n".join(map(_parameter, command.params))
+        parts.append(f"<details markdown><summary>Arguments</summary>\n\n{table}\n\n</details>\n")
     return "\n".join(parts)
 
 
@@ -85,14 +89,6 @@ def _parameter(parameter: Any) -> str:
     default = parameter.default
     shown = f" Default: `{default}`." if is_option and default not in (None, False, True, ()) else ""
     return f"| `{name}` | {(parameter.help or '').replace('|', '&#124;')}{shown} |"
-
-
-def _below(shown: Shown, outputs: list[str]) -> str:
-    text = f"``` {{ .text .output }}\n{shown.text.rstrip()}\n```\n\n" if shown.text.strip() else ""
-    if not shown.markup:
-        return text
-    outputs.append(shown.markup)
-    return f'{text}<div class="shown" data-place="{len(outputs) - 1}"></div>\n'
 
 
 def _expanded(item: Any, docs: Path) -> Any:

@@ -1,25 +1,26 @@
-"""`Batch`: several inputs that share one recording; and the maps of a data set, made in batches.
+"""`Batch`: several inputs that share one recording. `InBatches`: many inputs, batch by batch, as for a data set.
 
 The program of a batch is block-diagonal, F(X₁, …, X_b) = (T₁X₁ + B₁, …, T_bX_b + B_b), so one pull gives every sample's
 own row. That samples do not mix is checked, not assumed: no fixed value may combine several of them, and no sample may
-reach another. Shorter texts are padded at their end. In the first batch the shortest sample and one at random are also
-mapped alone; if padding changes them, only samples of equal length are batched, and if that does not help, each is
-mapped alone. The maps' `meta` says so.
+reach another. Shorter texts are padded at their end. In the first batch the shortest sample is also mapped alone; if
+padding changes it, only samples of equal length are batched, and if that does not help, each is mapped alone. The
+`meta` of the results says so.
 """
 
 from __future__ import annotations
 
-import math
 import random
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain, islice, takewhile
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from msgspec.structs import replace
+from torch import nn
 from tqdm import tqdm
 
 from tensorlens import cancel
@@ -27,7 +28,6 @@ from tensorlens.errors import InputError, MethodError, TensorLensError, check_it
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output, own_prediction
 from tensorlens.maps.methods import (
     METHODS,
-    Finished,
     Question,
     begin_finishing,
     begin_predictions,
@@ -52,16 +52,11 @@ from tensorlens.views.printing import Printed
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
 
-NEXT: dict[Together, Together] = {"padded": "by length", "by length": "one by one"}
-
 WINDOW = 16
 """Batches whose samples are sorted by length together."""
 
 MOST_SAMPLES = {"cuda": 512, "cpu": 16}
 """Samples per batch: enough to keep a GPU busier than Python, few for a CPU's cache."""
-
-MIXED = "samples go one by one: {} combines several of them"
-DIFFERENT = "samples go {}: batched results differ from single ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +75,11 @@ class Asked:
         if not self.methods:
             raise InputError("Expected at least one method; got none.")
         for name in self.methods:
-            check_question(name, self.target if METHODS.get(name) and METHODS[name].takes_target else None)
-        if self.target is not None and not any(METHODS[name].takes_target for name in self.methods):
-            check_question(self.methods[0], self.target)
-        if "tensor.norm" in self.methods or self.probes is not None:
-            check_question("tensor.norm", probes=self.probes, seed=self.seed)
-        if self.probes is not None and "tensor.norm" not in self.methods:
-            check_question(self.methods[0], probes=self.probes)
-        if self.raw and not any(map(joins_norms, self.methods)):
-            check_question(self.methods[0], raw=True)
+            check_question(name)
+            check_question(name, **self.options(name))
+        taken = set().union(*map(self.options, self.methods))
+        given = {"target": self.target, "probes": self.probes, "raw": self.raw or None}
+        check_question(self.methods[0], **{k: v for k, v in given.items() if v is not None and k not in taken})
 
     def options(self, name: str) -> dict[str, Any]:
         """What `AttentionTensor.map` takes for one of the methods."""
@@ -134,11 +125,13 @@ class Batch(Sequence[AttentionTensor], Printed):
         if not prepared:
             raise InputError("A batch needs at least one input; got none.")
         self.specimen, self.prepared = specimen, tuple(prepared)
-        collated = Collated(prepared, specimen.model, specimen.pad_id)
-        self.is_padded = collated.is_padded
-        self.recording = specimen.record(collated.arguments, n_samples=len(prepared))
-        n_tokens = self.recording.states[0].shape[1]
-        self.lengths = tuple(length or n_tokens for length in collated.lengths)
+        if len(prepared) == 1:
+            self.recording = specimen.record(prepared[0].arguments)
+            self.lengths: tuple[int, ...] = (self.recording.states[0].shape[1],)
+        else:
+            collated = Collated(prepared, specimen.model, specimen.pad_id)
+            self.recording = specimen.record(collated.arguments, n_samples=len(prepared))
+            self.lengths = tuple(length or self.recording.states[0].shape[1] for length in collated.lengths)
         self._shared: dict[Any, dict[Any, Any]] = {}
         self._contexts: dict[int, Context] = {}
         self._tensors: WeakValueDictionary[int, AttentionTensor] = WeakValueDictionary()
@@ -186,17 +179,19 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
 
     def is_separable(self) -> bool:
-        """Whether samples stay separate, and two of them give the same results as alone."""
-        return len(self) == 1 or self.mixing is None and all(map(self._is_as_alone, {self._shortest, 0}))
-
-    @property
-    def _shortest(self) -> int:
-        return min(range(len(self)), key=lambda i: (self.lengths[i], -i))  # the last of them
-
-    def _is_as_alone(self, i: int) -> bool:
+        """Whether samples stay separate, and the one that is padded most gives the same as alone."""
+        if len(self) == 1 or self.mixing is not None:
+            return self.mixing is None
+        i = self.shortest[-1]
         alone = self.specimen.look(self.prepared[i]).output
         state = self.recording.states[-1][i, : len(alone)]
         return bool((state - alone).norm() <= _rounding(alone.dtype, alone.is_cuda) * alone.norm())
+
+    @property
+    def shortest(self) -> list[int]:
+        """The samples with the fewest tokens."""
+        least = min(self.lengths)
+        return [i for i, length in enumerate(self.lengths) if length == least]
 
     @own_modes
     def maps(
@@ -223,46 +218,41 @@ class Batch(Sequence[AttentionTensor], Printed):
         targets = None if targets is None else check_iterable(targets, "targets", "a target for each sample")
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
-        begun = self.begin(method, out_token, target, targets=targets, probes=probes and int(probes), seed=int(seed))
+        sketch = {"probes": probes and int(probes), "seed": int(seed)} if method == "tensor.norm" else {}
+        begun = self.begin(method, out_token, target=target, targets=targets, **sketch)
         if begun is not None:
             return begun()
         each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
-        sketch = {"probes": probes, "seed": seed} if method == "tensor.norm" else {}
         return [map_alone(one, method, out_token, {"target": its, **sketch}) for one, its in each]
 
     def begin(
-        self,
-        method: str,
-        out_token: int,
-        target: Target | None = None,
-        *,
-        targets: Sequence[Target] | None = None,
-        probes: int | None = None,
-        seed: int = 0,
-        raw: bool = False,
-        asked: Collection[str] = (),
+        self, method: str, out_token: int, *, asked: Collection[str] = (), **options: Any
     ) -> Callable[[], list[TokenMap]] | None:
-        """Start the maps of all samples on the device; the result waits for them. None if each goes alone."""
+        """Start the maps of all samples on the device; the result waits for them. None if each goes alone.
+
+        Args:
+            method: A name in `METHODS`.
+            out_token: The output to explain, counted from each sample's own end if negative.
+            asked: All methods that will be asked, which may share work.
+            options: Those of `Question`.
+        """
         recording = self.recording
         if not METHODS[method].takes_samples or recording.n_encoder_blocks:  # whose outputs are those of a second text
             return None
         n_out = recording.states[-1].shape[1]
         same = n_out == recording.states[0].shape[1]
         places = tuple(check_token(out_token, n if same else n_out) for n in self.lengths)
-        key = (places, repr(target), repr(targets))
+        pools = has_one_row(recording, method)
+        key = (places, repr(options.get("target")), repr(options.get("targets")))
         question = Question(
             operator=FrozenOperator(recording),
-            out_tokens=(0,) * len(self) if has_one_row(recording, method) else places,
+            out_tokens=(0,) * len(self) if pools else places,
             samples=tuple(range(len(self))),
             lengths=self.lengths,
-            target=target,
-            targets=targets,
-            probes=probes,
-            seed=seed,
-            raw=raw,
             classes=self.specimen.classes(recording),
             asked=frozenset(asked),
             shared=self._shared.setdefault(key, {}),
+            **options,
         )
         try:
             waiting = begin_finishing(METHODS[method].compute(question), question.classes)
@@ -272,41 +262,43 @@ class Batch(Sequence[AttentionTensor], Printed):
 
         def finish() -> list[TokenMap]:
             found, best = waiting(), said()
-            return [self._map(i, method, places[i], found, best[i]) for i in range(len(self))]
+            span = [0, recording.n_blocks]
+            same = {"blocks": span, "heads": None, "rules": recording.rules.as_dict(), "certificate": None}
+            maps = []
+            for i, place in enumerate(question.out_tokens):
+                context, meta = self.context(i), found.meta(i)
+                label = meta["target"] if pools else (context.out_tokens or context.tokens)[place]
+                prediction = {} if best[i] is None else {"prediction": best[i]}
+                maps.append(
+                    TokenMap(
+                        scores=found.scores[i : i + 1, : self.lengths[i]],
+                        out_tokens=(label,),
+                        in_tokens=context.tokens,
+                        method=method,
+                        bias_share=found.bias_share[i : i + 1],
+                        meta=context.meta | {"out_positions": [place]} | same | meta | prediction,
+                    )
+                )
+            return maps
 
         return finish
 
-    def _map(self, i: int, method: str, place: int, found: Finished, best: str | None) -> TokenMap:
-        context = self._context(i)
-        labels = context.out_tokens or context.tokens
-        pools = has_one_row(self.recording, method)
-        meta = found.meta(i)
-        return TokenMap(
-            scores=found.scores[i : i + 1, : self.lengths[i]],
-            out_tokens=(meta["target"],) if pools else (labels[place],),
-            in_tokens=context.tokens,
-            method=method,
-            bias_share=found.bias_share[i : i + 1],
-            meta=context.meta
-            | {
-                "out_positions": [0 if pools else place],
-                "blocks": [0, self.recording.n_blocks],
-                "heads": None,
-                "rules": self.recording.rules.as_dict(),
-                "certificate": None,
-            }
-            | meta
-            | ({} if best is None else {"prediction": best}),
-        )
-
-    def _context(self, i: int) -> Context:
+    def context(self, i: int) -> Context:
+        """What maps should say of one sample."""
         if i not in self._contexts:
             self._contexts[i] = self.specimen.context(self.prepared[i], self.recording, n_tokens=self.lengths[i])
         return self._contexts[i]
 
 
 def carries_across(recording: Recording) -> bool:
-    """Whether one sample reaches another: the program is run with NaN in all other samples."""
+    """Whether one sample reaches another: the program is run with NaN in all other samples.
+
+    A program with the same steps as one of the same model that was found to keep samples apart is not run again.
+    """
+    known = _separate.setdefault(recording.from_model("A batch").model, set())
+    steps = hash(tuple([(step.operation, step.module) for step in recording.program.steps]))
+    if steps in known:
+        return False
     x, span = recording.states[0], Span(0, recording.n_blocks)
     for first in (0, 1):
         probe = torch.zeros_like(x)
@@ -314,7 +306,12 @@ def carries_across(recording: Recording) -> bool:
         found = recording.push(probe, span, linear=True)
         if bool(found[1 - first :: 2].isnan().any()):
             return True
+    known.add(steps)
     return False
+
+
+_separate: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+"""By model, the lists of steps that keep samples apart."""
 
 
 def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
@@ -334,59 +331,47 @@ def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dic
     return replace(found, meta=found.meta | {"prediction": classes.name(best)})
 
 
-# A data set -----------------------------------------------------------------------------------------------------------
+# Many inputs ----------------------------------------------------------------------------------------------------------
 
-Maps = dict[str, TokenMap | TensorLensError]
-"""The maps of one sample by method, or the reason there are none."""
-
-
-def dataset_maps(
-    specimen: Specimen,
-    inputs: Iterable[Any],
-    asked: Asked,
-    rows: Rows,
-    *,
-    batch_size: int | None = None,
-    progress: bool | None = None,
-) -> Iterator[Maps]:
-    """The maps of all inputs, in their order."""
-    asked.check()
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
-    if rows.on_error not in ("raise", "skip"):
-        raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
-    work = DatasetMaps(specimen, asked, batch_size)
-    return chain.from_iterable(stepwise(_windows(work, inputs, rows, progress)))
+Results = dict[str, Any]
+"""What was made of one sample by name: records with `scores` and `meta`, or the reason there is none."""
 
 
-def _windows(work: DatasetMaps, inputs: Iterable[Any], rows: Rows, progress: bool | None) -> Iterator[list[Maps]]:
-    total = len(inputs) if isinstance(inputs, Sized) else None
-    disable = None if progress is None else not progress
-    waiting, first = iter(inputs), rows.first
-    with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
-        while window := list(islice(waiting, WINDOW * work.most)):
-            yield work.window(rows.good(work.specimen, window, first), done=bar.update)
-            first += len(window)
+class _Otherwise(Exception):
+    """Samples cannot share recordings as planned; those that are not done are planned again."""
 
 
-class DatasetMaps:
-    """Makes maps of samples in batches; learns on the way how many, and which, can be batched.
+class InBatches:
+    """Makes something of many samples in batches; learns on the way how many, and which, can share a recording.
+
+    Abstract: a subclass says what to begin for a batch (`begin_batch`) and what to make of one sample (`make_alone`).
 
     Args:
         specimen: The model.
-        asked: What is asked of every sample.
+        names: Names of what is made of every sample.
         batch_size: Samples per batch; as many as fit into free memory if None.
+        seed: Random seed for the choice among the shortest samples.
     """
 
-    def __init__(self, specimen: Specimen, asked: Asked, batch_size: int | None = None) -> None:
-        self.specimen, self.asked, self.batch_size = specimen, asked, batch_size
+    def __init__(
+        self, specimen: Specimen, names: Sequence[str], batch_size: int | None = None, *, seed: int = 0
+    ) -> None:
+        self.specimen, self.names, self.batch_size = specimen, tuple(names), batch_size
         self.together: Together = "padded"
         self.reason = ""
+        self.go_alone: set[str] = set()
+        """Names of what differs in batches from what it is alone."""
         self._is_checked = False
-        self._alone: set[str] = set()
-        """Methods whose batched maps differ from single ones."""
-        self._random = random.Random(asked.seed)
+        self._random = random.Random(seed)
         self._held: float | None = None
+
+    def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
+        """Start the work on a batch, by name."""
+        raise NotImplementedError
+
+    def make_alone(self, prepared: ModelInput) -> Results:
+        """The same for one sample, by a recording of its own."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -398,139 +383,108 @@ class DatasetMaps:
         """Largest number of samples per batch."""
         return self.batch_size or MOST_SAMPLES.get(self.device.type, 16)
 
-    def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Maps]:
-        """The maps of some samples, in order; `done` is called with the number finished each time."""
-        found: dict[int, Maps] = {}
-        waiting = list(self._batches(prepared, range(len(prepared))))
-        is_guessed = self._held is None and self.batch_size is None
-        begun: list[tuple[list[int], Callable[[], list[Maps]]]] = []
-        while waiting or begun:
+    def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Results]:
+        """What is made of some samples, in order; `done` is called with the number finished each time."""
+        kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
+        found: dict[int, Results] = {}
+        begun: list[tuple[list[int], Callable[[], list[Results]]]] = []
+        rest = sorted(range(len(prepared)), key=kinds.__getitem__)
+        while rest or begun:
             cancel.check()
-            if waiting:
-                some = waiting.pop(0)
-                try:
+            some: list[int] = []
+            try:
+                if rest:
+                    some = self._take(rest, kinds)
                     begun.append((some, self._begin([prepared[i] for i in some])))
-                except (torch.OutOfMemoryError, RuntimeError) as error:
-                    if not is_out_of_memory(error) or len(some) == 1:
-                        raise
-                    waiting = self._halved([some, *waiting])
-                    continue
-                if is_guessed and self._held is not None:  # the first batch has shown how much a token takes
-                    waiting, is_guessed = list(self._batches(prepared, list(chain.from_iterable(waiting)))), False
-            # One batch is on the device while the maps of the one before it are made.
-            while len(begun) > bool(waiting):
-                rows, finish = begun.pop(0)
-                found |= dict(zip(rows, finish(), strict=True))
-                done(len(rows))
+                # One batch is on the device while the results of the one before it are made.
+                while len(begun) > bool(rest):
+                    some, finish = begun[0]
+                    found |= dict(zip(some, finish(), strict=True))
+                    del begun[0]
+                    done(len(some))
+                continue
+            except _Otherwise:
+                self._is_checked = False
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error) or len(some) == 1:
+                    raise
+                self.batch_size = (len(some) + 1) // 2
+            begun.clear()
+            clear_memory()
+            rest = sorted(set(range(len(prepared))) - found.keys(), key=kinds.__getitem__)
         return [found[i] for i in range(len(prepared))]
 
-    def _halved(self, waiting: list[list[int]]) -> list[list[int]]:
-        """Halve the batch size after memory ran out."""
-        clear_memory()
-        self.batch_size = half = (len(waiting[0]) + 1) // 2
-        return [rest[i : i + half] for rest in waiting for i in range(0, len(rest), half)]
+    def _take(self, rest: list[int], kinds: Sequence[tuple[Any, int]]) -> list[int]:
+        """Take the next batch from the end, the longest samples first; one to be checked has the shortest with them."""
+        kind, longest = kinds[rest[-1]]
+        fits = 1 if self.together == "one by one" else min(self.most, max(1, int(self._most_tokens / longest)))
 
-    def _batches(self, prepared: Sequence[ModelInput], rows: Sequence[int]) -> Iterator[list[int]]:
-        """Samples of one kind and similar length; the first batch has the shortest and the longest, to compare them."""
-        kinds = {i: (_kind(prepared[i]), max(1, length_of(prepared[i]))) for i in rows}
-        order = sorted(rows, key=kinds.__getitem__)
-        for _, group in groupby(order, key=lambda i: kinds[i][0]):
-            made = list(self._of_one_kind(group, {i: length for i, (_, length) in kinds.items()}))
-            if not self._is_checked and len(made) > 1 and self.together == "padded":
-                made[-1][0], made[0][0] = made[0][0], made[-1][0]
-            yield from (*made[-1:], *made[:-1])
+        def belongs(i: int) -> bool:
+            return kinds[i] == (kind, longest) if self.together == "by length" else kinds[i][0] == kind
 
-    def _of_one_kind(self, group: Iterable[int], lengths: dict[int, int]) -> Iterator[list[int]]:
-        """Samples of one kind, which come sorted by length, in batches."""
-        some: list[int] = []
-        most, most_tokens = self.most, self._most_tokens
-        for i in group:
-            length = lengths[i]  # the longest so far, and so that of the batch when padded
-            is_full = len(some) == most or (len(some) + 1) * length > most_tokens
-            is_other = some and self.together == "by length" and length != lengths[some[0]]
-            if some and (is_full or is_other or self.together == "one by one"):
-                yield some
-                some = []
-            some.append(i)
-        yield some
+        n = len(list(islice(takewhile(belongs, reversed(rest)), fits)))
+        if n > 1 and not self._is_checked:
+            shortest = rest.pop(next(place for place, i in enumerate(rest) if belongs(i)))
+            rest.insert(len(rest) + 1 - n, shortest)
+        some = rest[-n:]
+        del rest[-n:]
+        return some
 
     @property
     def _most_tokens(self) -> float:
         """Number of tokens per batch that fit into free memory."""
         if self.batch_size is not None:
-            return math.inf
+            return sys.maxsize
         return SHARE_OF_BATCH * free_bytes(self.device) / (self._held or self._guessed_bytes)
 
     @cached_property
     def _guessed_bytes(self) -> int:
-        """Approximate memory of a program per token: two numbers for each output channel of a weight."""
+        """Approximate memory of a program per token: one number for each channel of a weight."""
         n_ids = vocabulary_size(self.specimen.model)  # embeddings are looked up, not kept
         weights = [p for p in self.specimen.model.parameters() if p.dim() == 2 and n_ids not in p.shape]
-        return max(1, sum(2 * max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
+        return max(1, sum(max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
-    def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Maps]]:
-        """Start one batch; in the first one, two samples are also mapped alone."""
-        if self.together == "one by one" or len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
-            found = [self._noted(self.map_one(one)) for one in prepared]
-            return lambda: found
-        if self.together == "by length" and len(set(map(length_of, prepared))) > 1:  # planned before that was known
-            return self._regrouped(prepared)
+    def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Results]]:
+        """Start one batch; in the first one, the shortest sample is also made alone."""
+        if len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
+            alone = [self._noted(self.make_alone(one)) for one in prepared]
+            return lambda: alone
         try:
             batch = Batch(self.specimen, prepared)
         except (RuntimeError, TensorLensError) as error:
             if is_out_of_memory(error):
                 raise
-            return self._apart(prepared, f"samples go one by one: {str(error).splitlines()[0]}", "one by one")
+            raise self._otherwise("one by one", str(error).splitlines()[0]) from error
         if batch.recording.mixes_samples is not None or not self._is_checked and batch.mixing is not None:
-            return self._apart(prepared, MIXED.format(batch.mixing), "one by one")
+            raise self._otherwise("one by one", f"{batch.mixing} combines several of them")
         if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
-            return self._apart(
-                prepared, "samples go one by one: the number of blocks that run depends on the input", "one by one"
-            )
+            raise self._otherwise("one by one", "the number of blocks that run depends on the input")
         self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
-        begun = {name: self._begin_method(batch, name) for name in self.asked.methods}
-        checked = [] if self._is_checked else self._to_check(batch)
-        self._is_checked, begun_as = True, (self.together, frozenset(self._alone))
+        begun = self.begin_batch(batch)
+        checked = None if self._is_checked else self._random.choice(batch.shortest)
+        alone = {} if checked is None else self.make_alone(prepared[checked])
+        self._is_checked = True
 
-        def finish() -> list[Maps]:
-            if begun_as != (self.together, self._alone):  # a batch before this one was found to differ since
-                return self._begin(prepared)()
-            every = {name: maps() for name, maps in begun.items()}
-            found: list[Maps] = [{name: maps[i] for name, maps in every.items()} for i in range(len(prepared))]
-            wrong = self._wrong(prepared, found, checked)
-            if wrong and len(wrong) < len(self.asked.methods):
-                self._alone |= wrong  # these alone go one sample after the other
-                self._is_checked = False
-                return self._begin(prepared)()
+        def finish() -> list[Results]:
+            every = {name: made() for name, made in begun.items()}
+            found: list[Results] = [{name: made[i] for name, made in every.items()} for i in range(len(prepared))]
+            wrong = {name for name, one in alone.items() if not self._agree(found[checked or 0][name], one)}
+            if wrong and len(wrong) < len(self.names):
+                self.go_alone |= wrong
+                raise _Otherwise
             if wrong:
-                after = NEXT[self.together] if len(set(batch.lengths)) > 1 else "one by one"
-                return self._apart(prepared, DIFFERENT.format(after), after)()
-            return [self._noted(maps) for maps in found]
+                after = "by length" if self.together == "padded" and len(batch.shortest) < len(batch) else "one by one"
+                raise self._otherwise(after, "batched results differ from single ones")
+            return [self._noted(one) for one in found]
 
         return finish
 
-    def _begin_method(self, batch: Batch, name: str) -> Callable[[], list[Any]]:
-        asked = self.asked
-        if name not in self._alone:
-            begun = batch.begin(name, asked.out_token, **asked.options(name), asked=asked.methods)
-            if begun is not None:
-                return begun
-        found = [self._map(tensor, name) for tensor in batch]
-        return lambda: found
+    def _otherwise(self, together: Together, reason: str) -> _Otherwise:
+        """Use smaller batches from now on."""
+        self.together, self.reason = together, f"samples go {together}: {reason}"
+        return _Otherwise(self.reason)
 
-    def _to_check(self, batch: Batch) -> list[int]:
-        """The shortest sample, and one at random."""
-        return sorted({batch._shortest, self._random.randrange(len(batch))})
-
-    def _wrong(self, prepared: list[ModelInput], found: list[Maps], checked: list[int]) -> set[str]:
-        """The methods whose batched results differ from single ones for some samples."""
-        wrong: set[str] = set()
-        for i in checked:
-            alone = self.map_one(prepared[i])
-            wrong |= {name for name, one in found[i].items() if not self._agree(one, alone[name])}
-        return wrong
-
-    def _agree(self, one: TokenMap | TensorLensError, other: TokenMap | TensorLensError) -> bool:
+    def _agree(self, one: Any, other: Any) -> bool:
         if isinstance(one, TensorLensError) or isinstance(other, TensorLensError):
             return str(one) == str(other)
         if one.scores.shape != other.scores.shape:
@@ -540,38 +494,13 @@ class DatasetMaps:
         scale = in_float64(other.scores).norm().clamp_min(torch.finfo(torch.float64).tiny)
         return float((in_float64(one.scores) - in_float64(other.scores)).norm() / scale) <= accepted
 
-    def _apart(self, prepared: list[ModelInput], reason: str, together: Together) -> Callable[[], list[Maps]]:
-        """Use smaller batches from now on, and start these samples again."""
-        self.together, self.reason = together, reason
-        self._is_checked = False
-        return self._regrouped(prepared)
-
-    def _regrouped(self, prepared: list[ModelInput]) -> Callable[[], list[Maps]]:
-        found = self.window(prepared)
-        return lambda: found
-
-    def map_one(self, prepared: ModelInput) -> Maps:
-        """The maps of one sample, by a recording of its own."""
-        tensor = self.specimen.look(prepared)
-        return {name: self._map(tensor, name) for name in self.asked.methods}
-
-    def _map(self, tensor: AttentionTensor, name: str) -> TokenMap | TensorLensError:
-        try:
-            return map_alone(tensor, name, self.asked.out_token, self.asked.options(name))
-        except TensorLensError as error:
-            if len(self.asked.methods) == 1:
-                raise
-            return error
-
-    def _noted(self, found: Maps) -> Maps:
-        """The same maps, with a note in `meta` if samples could not be batched freely."""
-        if not (self.reason or self._alone):
-            return found
+    def _noted(self, found: Results) -> Results:
+        """The same, with a note in `meta` if samples could not be batched freely."""
         alone = "samples go one by one: batched results of this method differ from single ones"
-        said = {name: alone if name in self._alone else self.reason for name in found}
+        said = {name: alone if name in self.go_alone else self.reason for name in found}
         return {
             name: replace(one, meta=one.meta | {"batches": said[name]})
-            if said[name] and isinstance(one, TokenMap)
+            if said[name] and not isinstance(one, TensorLensError)
             else one
             for name, one in found.items()
         }
@@ -585,3 +514,75 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
         if isinstance(value, torch.Tensor)
     ]
     return tuple(shapes)
+
+
+# The maps of a data set -----------------------------------------------------------------------------------------------
+
+
+def dataset_maps(
+    specimen: Specimen,
+    inputs: Iterable[Any],
+    asked: Asked,
+    rows: Rows,
+    *,
+    batch_size: int | None = None,
+    progress: bool | None = None,
+) -> Iterator[Results]:
+    """The maps of all inputs by method, in their order."""
+    asked.check()
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
+    if rows.on_error not in ("raise", "skip"):
+        raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
+    work = DatasetMaps(specimen, asked, batch_size)
+    return chain.from_iterable(stepwise(_windows(work, inputs, rows, progress)))
+
+
+def _windows(work: DatasetMaps, inputs: Iterable[Any], rows: Rows, progress: bool | None) -> Iterator[list[Results]]:
+    total = len(inputs) if isinstance(inputs, Sized) else None
+    disable = None if progress is None else not progress
+    waiting, first = iter(inputs), rows.first
+    with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
+        while window := list(islice(waiting, WINDOW * work.most)):
+            yield work.window(rows.good(work.specimen, window, first), done=bar.update)
+            first += len(window)
+
+
+class DatasetMaps(InBatches):
+    """Makes maps of samples in batches.
+
+    Args:
+        specimen: The model.
+        asked: What is asked of every sample.
+        batch_size: Samples per batch; as many as fit into free memory if None.
+    """
+
+    def __init__(self, specimen: Specimen, asked: Asked, batch_size: int | None = None) -> None:
+        super().__init__(specimen, asked.methods, batch_size, seed=asked.seed)
+        self.asked = asked
+
+    def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
+        """Start the maps of a batch; those that differ in batches are made one by one."""
+        return {name: self._begin_method(batch, name) for name in self.names}
+
+    def _begin_method(self, batch: Batch, name: str) -> Callable[[], list[Any]]:
+        asked = self.asked
+        if name not in self.go_alone:
+            begun = batch.begin(name, asked.out_token, **asked.options(name), asked=asked.methods)
+            if begun is not None:
+                return begun
+        found = [self._map(tensor, name) for tensor in batch]
+        return lambda: found
+
+    def make_alone(self, prepared: ModelInput) -> Results:
+        """The maps of one sample."""
+        tensor = self.specimen.look(prepared)
+        return {name: self._map(tensor, name) for name in self.names}
+
+    def _map(self, tensor: AttentionTensor, name: str) -> TokenMap | TensorLensError:
+        try:
+            return map_alone(tensor, name, self.asked.out_token, self.asked.options(name))
+        except TensorLensError as error:
+            if len(self.names) == 1:
+                raise
+            return error

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
 from tensorlens.lens_files import lens_payload, read_lens
 from tensorlens.maps.targets import Classes, Said
@@ -246,9 +246,9 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed))
-        bar = tqdm(unit=" texts", disable=None if progress is None else not progress)
-        with bar:
-            for some in _in_batches(texts, batch_size):
+        rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)
+        with tqdm(unit=" texts", disable=None if progress is None else not progress) as bar:
+            while some := list(islice(rest, batch_size)):
                 cancel.check()
                 sums.add(lens.specimen, some)
                 bar.update(len(some))
@@ -256,7 +256,6 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             raise InputError(
                 f"Expected texts with more than {skip_first + skip_last} tokens; got {sums.n_short} shorter ones."
             )
-        notes = {"rules": lens.rules.as_dict(), "skip_first": skip_first, "skip_last": skip_last}
         return cls(
             matrices=(sums.matrices / sums.n_texts).cpu(),
             bias=(sums.bias / sums.n_texts).cpu(),
@@ -265,7 +264,9 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             meta={
                 "model": getattr(lens, "name", None),
                 "versions": package_versions(),
-                **notes,
+                "rules": lens.rules.as_dict(),
+                "skip_first": skip_first,
+                "skip_last": skip_last,
                 "probes": sums.n_probes,
                 "texts_left_out": sums.n_short,
             },
@@ -303,14 +304,6 @@ def _said(logits: Tensor, classes: Classes, k: int) -> tuple[tuple[Said, ...], .
     return tuple([classes.said(one, k) for one in logits.float().softmax(-1)])
 
 
-def _in_batches(texts: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    if size < 1:
-        raise InputError(f"`batch_size` must be at least 1; got {size}.")
-    rest = iter(texts)
-    while some := list(islice(rest, size)):
-        yield some
-
-
 @dataclass
 class _Sums:
     """Sums over texts."""
@@ -328,12 +321,7 @@ class _Sums:
 
     def add(self, specimen: Specimen, texts: list[Any]) -> None:
         """Add some texts that share one recording."""
-        prepared = []
-        for one in specimen.prepare_all(texts):
-            if isinstance(one, TensorLensError):
-                raise one
-            prepared.append(one)
-        batch = Batch(specimen, prepared)
+        batch = Batch(specimen, [specimen.prepare(text) for text in texts])
         batch.check()
         recording = batch.recording
         check_one_stream(recording)
@@ -360,18 +348,13 @@ class _Sums:
         n_exact = width * (n_tokens if self.outputs == "own" else 1)
         self.n_probes = self.probes if self.probes is not None or n_exact <= EXACT_UP_TO else DEFAULT_PROBES
         n = n_exact if self.n_probes is None else self.n_probes
-        for start in range(0, n, CHUNK):
-            size = min(CHUNK, n - start)
-            if self.n_probes is None:
-                units = torch.zeros(size, n_exact // width, width, dtype=end.dtype, device=end.device)
-                # Unit vector number start + r as row r: of (token, channel), or of the channels alone.
-                units.flatten(1)[torch.arange(size), torch.arange(start, start + size)] = 1
+        for rows in torch.arange(n).split(CHUNK):
+            if self.n_probes is None:  # unit vectors of (token, channel), or of the channels alone
+                units = torch.nn.functional.one_hot(rows, n_exact).reshape(len(rows), 1, -1, width).to(end)
             else:
-                shape = (size, *((len(end), n_tokens) if self.outputs == "own" else (len(end), 1)), width)
-                draws = torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
-                units = draws.to(end) / self.n_probes**0.5
-            units = units if units.dim() == 4 else units[:, None]  # the same for every sample
-            yield units.expand(size, *end.shape) * counted[..., None]
+                shape = (len(rows), len(end), n_exact // width, width)
+                units = (torch.randint(0, 2, shape, generator=self.generator) * 2 - 1).to(end) / self.n_probes**0.5
+            yield units.expand(len(rows), *end.shape) * counted[..., None]
 
     def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
         states, end = recording.states[:-1], recording.states[-1]

@@ -15,16 +15,11 @@ from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
 from tensorlens.maps.defaults import has_one_row
 from tensorlens.maps.headlines import Headlined, headlined, place_of
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate
-from tensorlens.recommendations import (
-    Recommendation,
-    default_method,
-    default_output,
-    has_predictions,
-    recommended,
-)
+from tensorlens.recommendations import Recommendation, default_method, default_output, has_predictions, recommended
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
 from tensorlens.views.captions import badge, predicted
@@ -36,6 +31,12 @@ if TYPE_CHECKING:
 N_PREDICTIONS = 3
 GROUPS = {"passage": "sentences"}
 """The default grouping of inputs by question; words for other questions."""
+
+
+def in_words(found: TokenMap) -> TokenMap:
+    """The map with one input per word where scores add up, which signed ones do and norms do not."""
+    adds_up = METHODS[found.method].signed and found.meta.get("grid") is None
+    return found.group("words", sink_beside=True) if adds_up else found
 
 
 class Explanation(Tabular):

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.lens import Lens
 from tensorlens.models.loading import model_class_of, read_config
-from tensorlens.tensor import AttentionTensor
+from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import text_as_html
 
 REPEATS = 3
@@ -155,15 +154,13 @@ def _with_blocks(config: Any, n_blocks: int) -> Any:
 
 def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
     """What a work costs with all blocks, by the line through two numbers of them."""
-    span = max(1, few[1] - few[0])
 
     def line(a: float, b: float) -> float:
-        return max(b, a + (b - a) / span * (n_blocks - few[0]))
+        return max(b, a + (b - a) / max(1, few[1] - few[0]) * (n_blocks - few[0]))
 
-    seconds = line(first.seconds, second.seconds)
-    if first.n_bytes is None or second.n_bytes is None:
-        return Cost(first.work, seconds, None)
-    return Cost(first.work, seconds, int(line(first.n_bytes, second.n_bytes)))
+    sizes = (first.n_bytes, second.n_bytes)
+    n_bytes = None if sizes[0] is None or sizes[1] is None else int(line(sizes[0], sizes[1]))
+    return Cost(first.work, line(first.seconds, second.seconds), n_bytes)
 
 
 def costs_of(
@@ -181,75 +178,45 @@ def costs_of(
     with torch.device(device):
         model = model_class_of(config)._from_config(config, dtype=dtype).eval()
     lens, ids = Lens(model), torch.arange(n_tokens).remainder(config.vocab_size - 1).add(1).tolist()
-    return [_cost(name, work, model, device) for name, work in _works(lens, ids, slices)]
-
-
-def _works(lens: Lens, ids: list[int], slices: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    device = next(lens.model.parameters()).device
-    inputs = torch.tensor([ids], device=device)
-    has_head = lens(ids).context.classes is not None
-    method = "tensor.in_class" if has_head else "tensor.in_out"
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return lens.model(inputs)
-
-    def one_map() -> AttentionTensor:
-        T = lens(ids)
-        T.map(method, out_token=-1) if not T.operator.recording.pools else T.map(method)
-        return T
-
     T = lens(ids)
-    yield "forward pass", forward
-    yield "map, from token ids", one_map
+    method = "tensor.in_out" if T.context.classes is None else "tensor.in_class"
+    out_token = None if T.operator.recording.pools else -1
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(torch.tensor([ids], device=device))
+
+    def one_map() -> Recording:
+        made = lens(ids)
+        made.map(method, out_token)
+        return made.operator.recording
+
+    works: dict[str, Callable[[], Any]] = {"forward pass": forward, "map, from token ids": one_map}
     if slices:
-        yield "one slice of T, all channels of one output", lambda: T.rows(-1)
-        yield "norms of one output", lambda: T.map("tensor.norm", out_token=-1)
-    yield "data set, per sample", lambda: list(lens.maps([ids] * 8, method, batch_size=8, progress=False))
+        works["one slice of T, all channels of one output"] = lambda: T.rows(-1)
+        works["norms of one output"] = lambda: T.map("tensor.norm", -1)
+    works["data set, per sample"] = lambda: list(lens.maps([ids] * 8, method, batch_size=8, progress=False))
+    *costs, of_eight = [_cost(name, work, device) for name, work in works.items()]
+    cut_to_fit = [*costs[2:], of_eight._replace(seconds=of_eight.seconds / 8)]
+    return costs[:2] + [cost._replace(n_bytes=None) for cost in cut_to_fit]
 
 
-def _cost(name: str, work: Callable[[], Any], model: nn.Module, device: torch.device) -> Cost:
-    """The median time, and on an accelerator the peak of memory, elsewhere what an operator holds."""
-    before, times, result = _allocated(device), list[float](), None
+def _cost(name: str, work: Callable[[], Any], device: torch.device) -> Cost:
+    """The median time, and on an accelerator the peak of memory, elsewhere what a recording holds."""
+    on_gpu, times, result = device.type == "cuda", list[float](), None
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     while not times or (times[0] < LONG and (len(times) <= REPEATS or sum(times[1:]) < ENOUGH)):  # one warms up
-        _finish(device)
         start = time.perf_counter()
         result = work()
-        _finish(device)
+        if on_gpu:
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    used = _peak(device) - before if device.type == "cuda" else _held(result, model)
-    each = 8 if name.startswith("data set") else 1
-    is_whole = name.startswith(("forward", "map"))
-    return Cost(name, median(times[1:] or times) / each, max(0, used) if is_whole else None)
-
-
-def _held(result: Any, model: nn.Module) -> int:
-    """Bytes of what a work gave; of an operator, of what its program holds beside the weights."""
-    if isinstance(result, Tensor):
-        return result.numel() * result.element_size()
-    if not isinstance(result, AttentionTensor):
-        return 0
-    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
-    recording = result.operator.recording
-    tensors = [*getattr(recording.program.constants, "values", ()), *recording.states]
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(n for place, n in kept.items() if place not in own)
-
-
-def _allocated(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    used = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+    if isinstance(result, Recording) and not on_gpu:
+        used = result.program.held_bytes + sum(state.nbytes for state in result.states)
+    return Cost(name, median(times[1:] or times), used)
 
 
 def _gib(n_bytes: int | None) -> str:

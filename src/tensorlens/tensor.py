@@ -23,7 +23,7 @@ from tensorlens.maps.headlines import headlined
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
 from tensorlens.maps.positions import check_split, with_positions
 from tensorlens.maps.targets import Context as Context
-from tensorlens.maps.targets import Target, no_head
+from tensorlens.maps.targets import Feature, Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
@@ -71,7 +71,8 @@ class AttentionTensor(InsideQuestions):
     """
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:
-        self.operator, self.context = operator, context
+        super().__init__(operator)
+        self.context = context
         self._certified: Certificate | None = None
 
     def __repr__(self) -> str:
@@ -262,7 +263,7 @@ class AttentionTensor(InsideQuestions):
             out_token: The output to explain, several of them as a list, range or slice, or None for every one.
             target: For `tensor.in_class`: a token string, an id, a class label, a pair of them for a contrast, or
                 weights by id; None explains the model's own prediction. A logit is what the unembedding gives, before
-                any soft cap or scale.
+                any soft cap or scale. Also a feature of a dictionary: `Dictionary.feature`.
             groups: Sum the inputs of each group: ``"words"``, ``"sentences"``, ``"lines"``, or a list of (label, start,
                 stop); see `TokenMap.group`.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
@@ -280,6 +281,8 @@ class AttentionTensor(InsideQuestions):
         check_out_token(out_token, self.operator.recording.pools, method)
         check_question(method, target, norm, probes, seed, raw=raw)
         every = self._outputs(out_token)
+        if isinstance(target, Feature):
+            return self.map_of_feature(target, every, method, groups)
         if positions:
             check_split(method, groups)
         if groups is not None:  # before the work

@@ -1,13 +1,17 @@
 """Attention tensors in files: a program with its numbers, the marks on it, and what maps say of the input.
 
 One safetensors file, its records as strict JSON in the header. Reading it imports no model library and runs no code of
-the file: operations come from the table of this library.
+the file: operations come from the table of this library. A constant is a view of a memory, with strides; memories are
+stored once, whoever shares them, so that a loaded program gives the same numbers bit for bit. A weight may also be
+stored by its name and a checksum, for whoever has the model.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,25 +19,18 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.files import write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.constants import Constants
-from tensorlens.program.files import (
-    ProgramRecord,
-    Reader,
-    TensorsRecord,
-    coded,
-    constants_of,
-    restore_program,
-    restore_tensors,
-    store_program,
-    store_tensors,
-)
 from tensorlens.program.marks import Choice, Meeting, Mixture
+from tensorlens.program.nodes import Held, Slot, Spec, Step, words
+from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.program import Program
+from tensorlens.program.verify import verify
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Head, ModuleOutput, Recording, Span
 
@@ -41,6 +38,63 @@ FORMAT = "tensorlens.attention_tensor/2"
 
 Weights = Literal["inside", "reference"]
 """Whether a file holds the model's weights, or their names and checksums for a lens that has them."""
+
+StepRecord = tuple[int, str, Any, dict[str, Any], str, int | None, str | None]
+"""A step: slot, operation, arguments and options as `_coded` writes them, module, block, note."""
+
+
+class View(NamedTuple):
+    """A constant: which memory it lies in, and how.
+
+    Attributes:
+        memory: Its number.
+        shape: Sizes of the axes.
+        strides: Distances in memory along them.
+        offset: Where it begins.
+        name: Name of the weight that it is, or is a view of.
+    """
+
+    memory: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    name: str | None = None
+
+
+class Memory(NamedTuple):
+    """A run of numbers that constants lie in.
+
+    Attributes:
+        dtype: Their type.
+        device: Where they were.
+        weight: The weight they belong to, where it is stored by name.
+        start: Where in that weight's memory they begin.
+        length: How many there are.
+        checksum: Checksum of their bytes, where they are stored by name.
+    """
+
+    dtype: str
+    device: str
+    weight: str | None = None
+    start: int = 0
+    length: int = 0
+    checksum: int | None = None
+
+
+class ProgramRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A program without its numbers; constant n is the view named ``c<n>``."""
+
+    steps: list[StepRecord]
+    specs: dict[int, Spec]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+class TensorsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Where tensors lie, by their names."""
+
+    views: dict[str, View]
+    memories: list[Memory]
 
 
 class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +119,18 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
     starts_at_embedding: bool
     gives_raw_logits: bool
     mixtures: list[list[Any]]
-    meetings: list[list[Any]]
+    meetings: tuple[Meeting, ...]
     choices: list[tuple[int, str]]
-    modules: list[tuple[str, int | None]]
+    modules: tuple[ModuleOutput, ...]
     rules_applied: list[tuple[str, str, int]]
     name: str
-    span: tuple[int, int]
+    span: Span
     sample: int
     context: ContextRecord
+
+
+AS_THEY_ARE = words("slots readout_slot n_encoder_blocks starts_at_embedding gives_raw_logits meetings modules name")
+"""Fields of a `Recording` that its record has too."""
 
 
 class Packed(NamedTuple):
@@ -82,6 +140,57 @@ class Packed(NamedTuple):
     memories: dict[str, Tensor]
 
 
+# Arguments of steps ---------------------------------------------------------------------------------------------------
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"the type {name!r:.60}")
+    return found
+
+
+KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    "x": (Slot, lambda slot: [slot.index], lambda n: Slot(int(n))),
+    "c": (Held, lambda held: [held.index], lambda n: Held(int(n))),
+    "float": (float, lambda number: [str(number)], float),
+    "complex": (complex, lambda number: [number.real, number.imag], complex),
+    "dtype": (torch.dtype, lambda dtype: [_name(dtype)], _dtype),
+    "device": (torch.device, lambda device: [str(device)], torch.device),
+    "slice": (slice, lambda part: [part.start, part.stop, part.step], slice),
+    "ellipsis": (type(...), lambda _: [], lambda: ...),
+}
+"""By its name in files: a type of arguments, its parts as JSON, and the argument again."""
+
+
+def _coded(value: Any) -> Any:
+    """An argument as JSON: numbers, strings and None as they are, all else as a list that begins with its kind."""
+    if value is None or type(value) in (bool, int, str) or type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is tuple or type(value) is list:
+        return [type(value).__name__, *map(_coded, value)]
+    for kind, (of, parts, _) in KINDS.items():
+        if type(value) is of:
+            return [kind, *parts(value)]
+    raise InputError(f"Expected steps of tensors and plain values; got a {type(value).__name__}, which is not stored.")
+
+
+def _decoded(value: Any, device: torch.device | None) -> Any:
+    """An argument again, devices replaced by one if that is given."""
+    if type(value) is not list:
+        return value
+    kind, *parts = value
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)([_decoded(one, device) for one in parts])
+    if kind not in KINDS:
+        raise ValueError(f"an argument of the kind {kind!r:.60}")
+    return device if kind == "device" and device is not None else KINDS[kind][2](*parts)
+
+
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
@@ -89,46 +198,58 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
     """An operator and what maps say of its input, as records and memories."""
     if weights not in ("inside", "reference"):
         raise InputError(f"`weights` must be 'inside' or 'reference'; got {weights!r:.60}.")
-    recording = operator.recording
-    constants = recording.program.constants
+    recording, classes = operator.recording, context.classes
+    program, constants = recording.program, recording.program.constants
     assert isinstance(constants, Constants), "a recording's own program"
     constants.check()
-    _refuse_long(recording)
-    names = {f"c{n}": name for n, name in constants.names.items()}
-    tensors = constants_of(recording.program) | _beside(operator)
+    constants.check_storable()
     of_model = None
     if weights == "reference":
-        model = recording.from_model("Storing weights by reference").model
-        of_model = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    views, memories = store_tensors(tensors, names, of_model)
+        of_model = _weights_of(recording.from_model("Storing weights by reference").model)
+    names = {f"c{n}": name for n, name in constants.names.items()}
+    tensors = {f"c{n}": constants[n] for n in sorted(program.used)} | _beside(operator)
+    views, memories = _store_tensors(tensors, names, of_model)
     record = TensorRecord(
-        program=store_program(recording.program),
+        **{name: getattr(recording, name) for name in AS_THEY_ARE},
+        program=_store_program(program),
         tensors=views,
-        slots=recording.slots,
         rules=recording.rules.as_dict(),  # type: ignore[arg-type]
-        readout_slot=recording.readout_slot,
-        n_encoder_blocks=recording.n_encoder_blocks,
-        starts_at_embedding=recording.starts_at_embedding,
-        gives_raw_logits=recording.gives_raw_logits,
-        mixtures=[[*mark[:3], coded(mark.values), coded(mark.weights)] for mark in recording.mixtures],
-        meetings=[list(mark) for mark in recording.meetings],
+        mixtures=[[*mark[:3], _coded(mark.values), _coded(mark.weights)] for mark in recording.mixtures],
         choices=[(choice.block, choice.module) for choice in recording.choices],
-        modules=[(one.path, one.slot) for one in recording.modules],
         rules_applied=[(rule, module, n) for (rule, module), n in recording.rules_applied.items()],
-        name=recording.name,
-        span=(operator.span.start, operator.span.stop),
+        span=operator.span,
         sample=operator.sample,
-        context=_context_record(context),
+        context=ContextRecord(
+            tokens=context.tokens,
+            out_tokens=context.out_tokens,
+            n_classes=None if classes is None else classes.n_classes,
+            labels=None if classes is None else classes.all_names(),
+            meta=context.meta,
+        ),
     )
-    return Packed(msgspec.json.encode(record), memories)
+    return Packed(msgspec.json.encode(record, enc_hook=lambda one: KINDS[type(one).__name__][1](one)[0]), memories)
 
 
-def _refuse_long(recording: Recording) -> None:
-    if recording.is_streamed:
-        raise InputError(
-            "This input is too long for its operator to be stored: the values in its blocks are recorded again "
-            "when they are needed. Save its maps instead, or use a shorter input."
+def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _store_program(program: Program) -> ProgramRecord:
+    met = {*program.inputs, *program.outputs, *(slot for step in program.steps for slot in (step.out, *step.slots))}
+    steps = [
+        (
+            step.out,
+            step.operation,
+            _coded(step.args),
+            {name: _coded(value) for name, value in step.options.items()},
+            step.module,
+            step.block,
+            step.note,
         )
+        for step in program.steps
+    ]
+    specs = {slot: program.specs[slot] for slot in sorted(met)}
+    return ProgramRecord(steps=steps, specs=specs, inputs=program.inputs, outputs=program.outputs)
 
 
 def _beside(operator: FrozenOperator) -> dict[str, Tensor]:
@@ -146,15 +267,70 @@ def _beside(operator: FrozenOperator) -> dict[str, Tensor]:
     return found
 
 
-def _context_record(context: Context) -> ContextRecord:
-    classes = context.classes
-    return ContextRecord(
-        tokens=context.tokens,
-        out_tokens=context.out_tokens,
-        n_classes=None if classes is None else classes.n_classes,
-        labels=None if classes is None else classes.all_names(),
-        meta=context.meta,
-    )
+def _store_tensors(
+    tensors: Mapping[str, Tensor], names: Mapping[str, str], weights: Mapping[str, Tensor] | None = None
+) -> tuple[TensorsRecord, dict[str, Tensor]]:
+    """Tensors as views of memories, and the memories by their names in a file.
+
+    Args:
+        tensors: By name.
+        names: Which of them are weights of the model, and what these are called there.
+        weights: The model's, by name, if what lies in them is to be stored by name.
+    """
+    by_memory: dict[Any, list[Tensor]] = {}
+    for key, value in tensors.items():
+        by_memory.setdefault(_memory_of(_plain(value, names.get(key))), []).append(value)
+    owners = {_memory_of(value): (name, value) for name, value in (weights or {}).items()}
+    records, stored, places = list[Memory](), dict[str, Tensor](), dict[Any, tuple[int, int]]()
+    for key, several in by_memory.items():
+        run, start = _covered(several)
+        record = Memory(_name(run.dtype), str(run.device), length=len(run))
+        if key in owners:
+            name, weight = owners[key]
+            first = start - int(weight.storage_offset())
+            record = Memory(record.dtype, record.device, name, first, len(run), _checksum_of(run))
+        else:
+            stored[str(len(records))] = run
+        places[key] = len(records), start
+        records.append(record)
+    views = {}
+    for key, value in tensors.items():
+        memory, start = places[_memory_of(value)]
+        views[key] = View(
+            memory, tuple(value.shape), value.stride(), int(value.storage_offset()) - start, names.get(key)
+        )
+    return TensorsRecord(views=views, memories=records), stored
+
+
+def _covered(several: list[Tensor]) -> tuple[Tensor, int]:
+    """The part of a memory that some tensors cover, and where it begins."""
+    spans = [_span(value) for value in several]
+    start, stop = min(first for first, _ in spans), max(last for _, last in spans)
+    return several[0].as_strided((stop - start,), (1,), start), start
+
+
+def _plain(value: Tensor, name: str | None) -> Tensor:
+    if type(value) is not Tensor or value.is_sparse or value.is_quantized or value.is_meta:
+        raise InputError(
+            f"Expected plain tensors to store; {f'`{name}`' if name else 'a constant'} is a {type(value).__name__}. "
+            "Save its maps instead, or ask a lens on the model with ordinary weights."
+        )
+    return value
+
+
+def _memory_of(value: Tensor) -> Any:
+    return value.untyped_storage().data_ptr(), value.dtype, str(value.device)
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """The first place of a tensor in its memory, and the one after its last."""
+    first = int(value.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return first, first + (reach + 1 if value.numel() else 0)
+
+
+def _checksum_of(run: Tensor) -> int:
+    return zlib.crc32(run.cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def write_tensor(operator: FrozenOperator, context: Context, path: Path, weights: Weights) -> None:
@@ -174,7 +350,7 @@ def _checksum(record: bytes) -> str:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
+def read_tensor(path: Path, model: nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
     """The operator and the context of a file.
 
     Raises:
@@ -203,7 +379,7 @@ def read_tensor(path: Path, model: torch.nn.Module | None, device: str | None) -
 
 
 def unpack(
-    header: bytes, memory: Callable[[str], Tensor], model: torch.nn.Module | None = None, device: str | None = None
+    header: bytes, memory: Callable[[str], Tensor], model: nn.Module | None = None, device: str | None = None
 ) -> tuple[FrozenOperator, Context]:
     """The operator and the context of what `pack` made.
 
@@ -214,11 +390,13 @@ def unpack(
         device: Where everything goes; where it was if None, or on the CPU where this machine has no such device.
     """
     try:
-        record = msgspec.json.decode(header, type=TensorRecord)
-        to = Reader(_device(record, device))
-        weights = None if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        tensors = restore_tensors(record.tensors, memory, weights, to)
-        return _operator(record, tensors, to), _context(record.context)
+        record = msgspec.json.decode(header, type=TensorRecord, dec_hook=lambda kind, one: KINDS[kind.__name__][2](one))
+        to = _device(record, device)
+        tensors = _restore_tensors(record.tensors, memory, None if model is None else _weights_of(model), to)
+        of, n_classes = record.context, record.context.n_classes
+        classes = None if n_classes is None else Classes(n_classes=n_classes, labels=of.labels)
+        context = Context(tokens=of.tokens, classes=classes, meta=of.meta, out_tokens=of.out_tokens)
+        return _operator(record, tensors, to), context
     except InputError:
         raise
     except (TensorLensError, msgspec.MsgspecError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -236,33 +414,86 @@ def _device(record: TensorRecord, asked: str | None) -> torch.device | None:
     return None if is_there else torch.device("cpu")
 
 
-def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], to: Reader) -> FrozenOperator:
-    names = {int(key[1:]): view.name for key, view in record.tensors.views.items() if view.name is not None}
-    weight = tensors.get("head.weight")
+def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch.device | None) -> FrozenOperator:
+    weight, decoded = tensors.get("head.weight"), partial(_decoded, device=device)
     recording = Recording(
-        program=restore_program(record.program, tensors, names, to),
+        **{name: getattr(record, name) for name in AS_THEY_ARE},
+        program=_restore_program(record, tensors, device),
         states=tuple([tensors[f"state.{n}"] for n in range(len(record.slots))]),
-        slots=record.slots,
         rules=Rules(**record.rules),  # type: ignore[arg-type]
         readout=tensors.get("readout"),
-        readout_slot=record.readout_slot,
         head=None if weight is None else Head(weight, tensors.get("head.bias")),
-        n_encoder_blocks=record.n_encoder_blocks,
-        starts_at_embedding=record.starts_at_embedding,
-        gives_raw_logits=record.gives_raw_logits,
-        mixtures=tuple(
-            [Mixture(one[0], one[1], one[2], to.value(one[3]), to.value(one[4])) for one in record.mixtures]
-        ),
-        meetings=tuple([Meeting(*one) for one in record.meetings]),
+        mixtures=tuple([Mixture(one[0], one[1], one[2], *map(decoded, one[3:5])) for one in record.mixtures]),
         choices=tuple([Choice(*one, tensors[f"choice.{n}"]) for n, one in enumerate(record.choices)]),
-        modules=tuple([ModuleOutput(path, slot) for path, slot in record.modules]),
         rules_applied={(rule, module): n for rule, module, n in record.rules_applied},
-        name=record.name,
     )
     heads = {int(key.removeprefix("heads.")): value for key, value in tensors.items() if key.startswith("heads.")}
-    return FrozenOperator(recording, Span(*record.span), heads, sample=record.sample)
+    return FrozenOperator(recording, record.span, heads, sample=record.sample)
 
 
-def _context(record: ContextRecord) -> Context:
-    classes = None if record.n_classes is None else Classes(n_classes=record.n_classes, labels=record.labels)
-    return Context(tokens=record.tokens, classes=classes, meta=record.meta, out_tokens=record.out_tokens)
+def _restore_program(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch.device | None) -> Program:
+    """The program of a record.
+
+    Raises:
+        ValueError, KeyError, TypeError, NotLinearError: the record is damaged.
+    """
+    stored = record.program
+    places = {int(key[1:]): value for key, value in tensors.items() if key.startswith("c") and key[1:].isdigit()}
+    names = {int(key[1:]): view.name for key, view in record.tensors.views.items() if view.name is not None}
+    steps = list[Step]()
+    for out, operation, args, options, module, block, note in stored.steps:
+        if operation not in OPERATIONS:
+            raise InputError(f"Expected operations of this library; the file has {operation!r:.60}.")
+        options = {name: _decoded(value, device) for name, value in options.items()}
+        steps.append(Step(out, operation, tuple(_decoded(args, device)), options, module, block, note))
+    program = Program(
+        steps=tuple(steps),
+        constants=Constants([places.get(n) for n in range(max(places, default=-1) + 1)], names),
+        specs={slot: spec._replace(device=device or spec.device) for slot, spec in stored.specs.items()},
+        inputs=stored.inputs,
+        outputs=stored.outputs,
+    )
+    if missing := program.used - places.keys():
+        raise KeyError(f"constant {min(missing)}")
+    verify(program)
+    return program
+
+
+def _restore_tensors(
+    record: TensorsRecord,
+    memory: Callable[[str], Tensor],
+    weights: Mapping[str, Tensor] | None,
+    device: torch.device | None,
+) -> dict[str, Tensor]:
+    """The tensors of a record.
+
+    Raises:
+        InputError: the model's weights are others.
+    """
+    memories = list[Tensor]()
+    for n, one in enumerate(record.memories):
+        run = memory(str(n)) if one.weight is None else _weight(one, weights)
+        memories.append(run.to(device or torch.device(one.device)))
+    return {
+        key: memories[view.memory].as_strided(view.shape, view.strides, view.offset)
+        for key, view in record.views.items()
+    }
+
+
+def _weight(memory: Memory, weights: Mapping[str, Tensor] | None) -> Tensor:
+    if weights is None:
+        raise InputError(
+            f"The file names the weight `{memory.weight}` and does not hold it (weights='reference'). Pass the lens of "
+            "the model it was saved from: `AttentionTensor.load(path, lens=lens)`."
+        )
+    weight = weights.get(memory.weight or "")
+    if weight is not None and _name(weight.dtype) == memory.dtype:
+        start = weight.storage_offset() + memory.start
+        if start >= 0 and start + memory.length <= weight.untyped_storage().nbytes() // weight.element_size():
+            run = weight.detach().as_strided((memory.length,), (1,), start)
+            if _checksum_of(run) == memory.checksum:
+                return run
+    raise InputError(
+        f"Expected the weight `{memory.weight}` ({memory.dtype}) as it was when the file was written; this model has "
+        f"{'none of that name' if weight is None else 'a different one'}. Load the same model in the same type."
+    )

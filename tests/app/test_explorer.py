@@ -203,6 +203,16 @@ BAD_QUESTIONS = {
 }
 
 
+def test_a_model_of_a_link_is_added_and_a_path_is_not(tmp_path):
+    with make_client(library("gpt2", load=lambda name: load("gpt2"))) as client:
+        added = events(client.post("/api/add", json={"model": "some/model"}))[-1]
+        assert added["type"] == "done" and added["kind"] == "text"
+        assert last(client, model="some/model")["type"] == "done"
+        for path in (str(tmp_path), "../secret", "~/model", "a/b/c", "./x"):
+            refused = events(client.post("/api/add", json={"model": path}))[-1]
+            assert refused["type"] == "error" and "Only bundled models" in refused["message"], path
+
+
 @pytest.mark.parametrize("case", BAD_QUESTIONS)
 def test_a_bad_question_is_refused_with_a_reason(client, case):
     question, words = BAD_QUESTIONS[case]

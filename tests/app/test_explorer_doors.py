@@ -9,16 +9,14 @@ import socket
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
-from explorer_samples import SENTENCE, library, make_client, png, post_question, serving, status_of
+from explorer_samples import SENTENCE, library, make_client, png, serving, status_of
 from view_samples import patience
 
 import tensorlens as tl
-from tensorlens.app.explorer import server as server_module
 from tensorlens.app.explorer.limits import Limits
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -89,29 +87,6 @@ def test_bodies_that_arrive_at_once_are_bounded(client):
         response = bounded.post("/api/images", content=b"x" * 2000)
         assert response.status_code == 503 and "in a moment" in response.json()["message"]
         assert bounded.app.state.explorer.arriving == 0
-
-
-def test_forty_downloads_at_once_are_made_two_at_a_time_and_once(monkeypatch):
-    running, most, calls, saved = [0], [0], [], server_module._saved
-
-    def counted(found, suffix):
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        calls.append(suffix)
-        time.sleep(0.05)
-        running[0] -= 1
-        return saved(found, suffix)
-
-    monkeypatch.setattr(server_module, "_saved", counted)
-    with serving(library("gpt2")) as (address, _):
-        result = post_question(address)[1]["result"]
-
-        def one(k):
-            return status_of(address, f"/api/results/{result}.{('csv', 'json', 'html', 'safetensors')[k % 4]}")
-
-        with ThreadPoolExecutor(40) as pool:
-            assert set(pool.map(one, range(40))) == {200}
-    assert most[0] <= 2 and len(calls) <= 8
 
 
 ODD = [

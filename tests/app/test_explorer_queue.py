@@ -1,4 +1,4 @@
-"""The explorer's queue: bounded, cancelled where asked, and never stopped by one question."""
+"""The explorer's queue: cancelled where asked, and never stopped by one question."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from explorer_samples import SENTENCE, library, load, make_client, post_question
 from view_samples import patience
 
 from tensorlens import cancel
-from tensorlens.app.explorer.jobs import Busy, Cancelled, Job, Worker
+from tensorlens.app.explorer.jobs import Cancelled, Job, Worker
 from tensorlens.app.explorer.kept import Recent
 from tensorlens.app.explorer.limits import Limits
 
@@ -26,30 +26,8 @@ def client():
         yield client
 
 
-def test_the_queue_is_bounded_and_forgets_the_cancelled():
-    worker, gate, started = Worker(2), threading.Event(), threading.Event()
-
-    def hold(job):
-        started.set()
-        gate.wait(10)
-        return {"type": "done"}
-
-    jobs = [Job(hold, seconds=60.0) for _ in range(4)]
-    worker.submit(jobs[0])
-    assert started.wait(5)
-    worker.submit(jobs[1])
-    worker.submit(jobs[2])
-    assert worker.ahead_of(jobs[2]) == 2
-    with pytest.raises(Busy, match="2 questions are waiting"):
-        worker.submit(jobs[3])
-    jobs[1].cancel()
-    worker.submit(jobs[3])
-    gate.set()
-    worker.close()
-
-
 def test_a_job_stops_between_blocks_and_leaves_the_model_whole():
-    worker, lens = Worker(4), load("gpt2")
+    worker, lens = Worker(), load("gpt2")
     n_runs, before = [], lens(SENTENCE).output
     job = Job(lambda _: {"type": "done", "map": lens(SENTENCE)}, seconds=60.0)
     lens.anatomy.blocks[1].register_forward_pre_hook(lambda *_: n_runs.append(1) or job.cancel())
@@ -112,25 +90,12 @@ def test_a_hundred_at_once_are_all_answered():
     assert {event["type"] for _, event in found} == {"done"}
 
 
-def test_a_full_queue_refuses_with_a_reason():
-    with serving(library("gpt2"), Limits(waiting=2)) as (address, explorer), ThreadPoolExecutor(12) as pool:
-        gate = threading.Event()
-        explorer.answers.map = lambda job, ask: gate.wait(20) and {"type": "done"}
-        waiting = [pool.submit(post_question, address) for _ in range(12)]
-        while sum(one.done() for one in waiting) < 9:
-            time.sleep(0.02)
-        gate.set()
-        found = [one.result() for one in waiting]
-    assert sorted({status for status, _ in found}) == [200, 503]
-    assert all(status == 200 or "Try again" in event["message"] for status, event in found)
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_a_model_that_exits_does_not_take_the_worker_with_it(error):
     def leave(_):
         raise error
 
-    worker = Worker(4)
+    worker = Worker()
     bad, good = Job(leave, seconds=60.0), Job(lambda _: {"type": "done"}, seconds=60.0)
     for job in (bad, good):
         worker.submit(job)

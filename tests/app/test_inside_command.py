@@ -54,7 +54,7 @@ def test_the_explorer_gives_the_page_and_the_model_without_a_head(unchecked):
         for component in (None, "", "x" * 200, "block 9, attention head 0"):
             refused = client.post("/api/ablate", json=question | {"component": component})
             assert events(refused)[-1]["type"] == "error"
-        assert "TensorLensInside" in client.get("/inside.js").text
+        assert "class Inside" in client.get("/component.js").text
 
 
 def test_the_explorer_says_why_a_head_looked_there(unchecked):

@@ -147,8 +147,8 @@ def test_reasons_say_what_the_records_say():
         "evidence-gemma3-270m", "tensor.in_class@attn_lrp"
     )
     documents = by_name["documents-smollm2-135m"]
-    right = {name: sum(map(sum, documents[f"attn_lrp, {name}"].values())) for name in ("runner_up", "centred")}
-    assert f"{right['runner_up']:.0f} of {sum(map(len, documents['attn_lrp, centred'].values()))}" in passage
+    right = {name: sum(map(sum, documents[f"paper, {name}"].values())) for name in ("runner_up", "centred")}
+    assert f"{right['runner_up']:.0f} of {sum(map(len, documents['paper, centred'].values()))}" in passage
     assert f"finds {right['centred']:.0f} of them" in passage
     of = [value("patching-smollm2-135m", f"patching@{name}") for name in ("jacobian", "paper")]
     assert f"{of[0]:.2f} on held-out" in component and f"rules have {of[1]:.2f}" in component

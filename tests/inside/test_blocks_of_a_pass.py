@@ -312,6 +312,9 @@ def test_several_cotangents_go_through_fused_attention_together(mask: str, n_sha
     masks = {"none": None, "added": hidden.double() * -2.0, "chosen": ~hidden}
     spec = Spec(tuple(v.shape), v.dtype, v.device)
     args = (q, k, spec, masks[mask], False, None, n_shared > 1)
-    pull = OPERATIONS["attention"].pull(args, {})
-    one_by_one = torch.stack([pull(one)[0] for one in u])
-    torch.testing.assert_close(torch.vmap(lambda one: pull(one)[0])(u), one_by_one, rtol=1e-10, atol=1e-12)
+
+    def pull(one: torch.Tensor) -> torch.Tensor:
+        return OPERATIONS["attention"].pull(one, args, {})[0]
+
+    one_by_one = torch.stack([pull(one) for one in u])
+    torch.testing.assert_close(torch.vmap(pull)(u), one_by_one, rtol=1e-10, atol=1e-12)

@@ -92,6 +92,57 @@ def test_a_graph_over_features_keeps_its_sums(reads: Any, rules: str) -> None:
     assert set(whole.meta["error_share"]) == {"1"}
 
 
+@pytest.mark.parametrize("reads", ["output", "input", "stream"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "neox-parallel"])
+def test_a_feature_is_a_target(name: str, reads: Any) -> None:
+    """Autograd through the model itself, from what the feature reads, is the witness of `Rules.jacobian`."""
+    close = 1e-5 if name == "llama" else 1e-10  # its norms are computed in float32
+    model: Any = zoo.build(name, "sdpa")
+    T, given = tl.Lens(model, rules="jacobian")(IDS), dictionary(reads)
+    target, at, kept = given.feature(7, block=1), 4, dict[str, torch.Tensor]()
+    block: Any = {"gpt2": "transformer.h.1", "llama": "model.layers.1", "neox-parallel": "gpt_neox.layers.1"}[name]
+    block = model.get_submodule(block)
+    norms = {"gpt2": "ln_2", "llama": "post_attention_layernorm", "neox-parallel": "post_attention_layernorm"}
+    ids = torch.tensor([IDS])
+    x = model.get_input_embeddings()(ids).detach().requires_grad_()
+    handles = [
+        block.get_submodule(norms[name]).register_forward_pre_hook(lambda m, args: kept.update(stream=args[0])),
+        block.mlp.register_forward_pre_hook(lambda m, args: kept.update(input=args[0])),
+        block.mlp.register_forward_hook(lambda m, args, y: kept.update(output=y)),
+    ]
+    model(inputs_embeds=x)
+    [handle.remove() for handle in handles]
+    encoder = given.encoders[0]
+    t = encoder.weight[7] @ kept[reads][0, at] + encoder.bias[7]
+    expected = (torch.autograd.grad(t, x)[0] * T.input).sum(-1)
+    found = T.map("tensor.in_class", at, target)
+    torch.testing.assert_close(found.scores, expected, rtol=close, atol=close)
+    assert float(found.scores.sum()) == pytest.approx(float(t.detach()) * (1 - float(found.bias_share[0])), rel=close)
+    total, direct = (T.components(at, target, effect) for effect in ("total", "direct"))
+    assert total.value == pytest.approx(float(t.detach()), rel=close)
+    torch.testing.assert_close(total.flow()[:1], expected, rtol=close, atol=close)
+    assert float(direct.scores.sum()) == pytest.approx(total.value, rel=close)
+    graph = T.graph(at, target, 1.0, max_nodes=5000, features={0: dictionary("output", 12)})
+    assert graph.target == total.target == "feature 7 of block 1" and graph.value == pytest.approx(total.value)
+    for place, node in enumerate(graph.nodes):
+        into = [edge.weight for edge in graph.edges if edge.target == place]
+        assert not into or sum(into) + node.constant == pytest.approx(node.value, rel=close, abs=close)
+
+
+def test_a_feature_has_a_block_and_needs_no_logits() -> None:
+    given, T = dictionary(), tensor()
+    with pytest.raises(tl.InputError, match="block"):
+        given.feature(3)
+    with pytest.raises(tl.InputError, match="number"):
+        given.feature(40, block=1)
+    with pytest.raises(tl.MethodError, match="0 to 2"):
+        T.components(-1, given.feature(3, block=3))
+    with pytest.raises(tl.InputError, match="logits"):
+        T.ablate((0, 1), -1, given.feature(3, block=1))
+    with pytest.raises(tl.MethodError, match="tensor.in_class"):
+        T.map("gradient.times_input", target=given.feature(3, block=1))
+
+
 def test_folders_of_saelens_load(tmp_path: Path) -> None:
     weights = {"W_enc": drawn(D, 8), "b_enc": drawn(8), "W_dec": drawn(8, D), "b_dec": drawn(D)}
     x = drawn(3, D)

@@ -100,7 +100,7 @@ def test_sources_add_up_to_what_the_model_computes(name, attention):
     seen = inputs_of(T, name, paths.first or paths.second)
     assert len(seen) == T.n_blocks
     for block, module, expected in zip(blocks, blocks_of(T), seen, strict=True):
-        stream = block.with_residual(block.mixed(rows), rows).sum(1) + bias_of(module, paths)
+        stream = block.with_residual(rows).sum(1) + bias_of(module, paths)
         torch.testing.assert_close(stream, expected.to(stream), **tolerance(name))
         after = expected if paths.first is None else module.get_submodule(paths.first)(expected)
         torch.testing.assert_close(block.output.double(), after.detach().double(), **tolerance(name))
@@ -114,7 +114,7 @@ def test_sources_add_up_where_no_norm_sees_the_sum(name):
     seen = inputs_of(T, name, paths.behind or paths.out)
     for block, module, given in zip(blocks, blocks_of(T), seen, strict=True):
         expected = module.get_submodule(paths.behind or paths.out)(given).detach()
-        added = block.added(block.mixed(rows), rows).sum(1) + bias_of(module, paths)
+        added = block.after(block.mixed(rows), rows).sum(1) + bias_of(module, paths)
         torch.testing.assert_close(added, expected.to(added), **tolerance(name))
 
 
@@ -184,9 +184,7 @@ def test_measures_equal_their_slow_twins(name):
         for measure in MEASURES:
             if measure == "glob_enc" and FAMILIES[name].second is None:
                 continue
-            torch.testing.assert_close(
-                baselines.measured(block, (measure,))[measure], expected[measure], rtol=1e-5, atol=1e-6
-            )
+            torch.testing.assert_close(baselines.measured(block, measure), expected[measure], rtol=1e-5, atol=1e-6)
 
 
 def test_w_attn_of_one_token_is_the_length_of_its_transformed_value():
@@ -195,7 +193,7 @@ def test_w_attn_of_one_token_is_the_length_of_its_transformed_value():
     weight = blocks_of(T)[0].attention.output.dense.weight.detach()
     value = weight @ found.values[:, 0].flatten()
     block = decompose(T.operator.recording, 0, found)
-    torch.testing.assert_close(baselines.w_attn(block), value.norm().reshape(1, 1))
+    torch.testing.assert_close(baselines.measured(block, "w_attn"), value.norm().reshape(1, 1))
 
 
 # Test 10: rollout ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from tensorlens.errors import LoadError
 from tensorlens.models import bundled
 from tensorlens.models.bundled import BUNDLED, find_installed
 from tensorlens.models.loading import Loaded, load_pretrained
-from tensorlens.models.torch_folders import SMILES_TOKEN
 
 EIFFEL = "The Eiffel Tower is located in the city of"
 REACTION = "CC(=O)O.OCC[N+](=O)[O-]>>CC(=O)OCC"
@@ -34,7 +33,7 @@ def test_the_table_and_the_requirements_agree():
     file = Path(__file__).parents[2] / "requirements-demo.txt"
     required = dict(re.findall(r"^(\S+==\S+) \\\n    --hash=sha256:([0-9a-f]{64})$", file.read_text(), re.M))
     in_demo = [row for row in BUNDLED.values() if row.in_demo]
-    assert set(required) == {f"{name}=={version}" for row in in_demo for name, version in row.distributions}
+    assert set(required) == {pinned for row in in_demo for pinned in row.distributions}
     assert file.read_text().count("==") == len(required) == len(set(required.values()))
 
 
@@ -90,7 +89,7 @@ class TestTorchFolders:
         assert type(loaded.model).__name__ == "AlbertForMaskedLM"
         ids = loaded.processor(REACTION)["input_ids"]
         tokens = loaded.processor.convert_ids_to_tokens(ids)
-        assert tokens == ["[CLS]", *re.findall(SMILES_TOKEN, REACTION), "[SEP]"]
+        assert tokens == ["[CLS]", *re.findall(BUNDLED["rxnmapper"].recipe.token, REACTION), "[SEP]"]
         vocabulary = (find_installed("rxnmapper").paths[0] / "vocab.txt").read_text().splitlines()
         assert [vocabulary[i] for i in ids] == tokens
 

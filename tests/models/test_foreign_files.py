@@ -16,10 +16,11 @@ from damage import ALL, BYTES, MOST_BYTES, SAMPLE, WORDS, peak, refusals
 from safetensors.torch import load_file
 
 from tensorlens.errors import LoadError
-from tensorlens.models import foreign_files, onnx_files, torch_folders
+from tensorlens.models import foreign_files, torch_folders
 from tensorlens.models.bundled import BUNDLED, Installed
 from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
+from tensorlens.models.resolving import bundled_folder
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -114,14 +115,12 @@ def _read_gguf(file: Path) -> None:
 
 
 def _read_onnx(file: Path) -> None:
-    onnx_files.convert_onnx(Installed(bundled=BUNDLED["dinov2-small-saliency"], paths=(file,)))
+    bundled_folder(Installed(BUNDLED["dinov2-small-saliency"], (file,)))
 
 
 def _read_bundled(file: Path) -> None:
     """As the bundled packages are read that hold a pickle."""
-    torch_folders.convert_torch_folder(
-        Installed(bundled=BUNDLED["antiberty"], paths=(file.parent, file.parent / "vocab.txt"))
-    )
+    bundled_folder(Installed(BUNDLED["antiberty"], (file.parent, file.parent / "vocab.txt")))
 
 
 FORMATS = {

@@ -13,11 +13,12 @@ import transformers
 
 import tensorlens as tl
 from tensorlens.models import onnx_files
-from tensorlens.models.archives import one_file, unpack_folder
-from tensorlens.models.bundled import BUNDLED, Bundled, Installed, is_installed
+from tensorlens.models.archives import one_file
+from tensorlens.models.bundled import BUNDLED, Bundled, Installed, Recipe, is_installed
 from tensorlens.models.gguf import convert_gguf
 from tensorlens.models.gguf_encoders import NOMIC_BERT
 from tensorlens.models.loading import load_pretrained
+from tensorlens.models.resolving import bundled_folder
 
 FURTHER = ("mpnet", "nomic-bert", "rxnfp", "distilbert-edits", "t5-titles", "qwen2.5-coder-0.5b")
 
@@ -60,8 +61,8 @@ def test_a_folder_in_a_zip_in_pieces(tmp_path: Path) -> None:
         archive.writestr("beside/config.json", "{}")
         for file in sorted((tmp_path / "model").iterdir()):
             archive.write(file, f"inner/{file.name}")
-    row = Bundled(name="tiny", distributions=(("x", "1"),), files=(), kind="zip", inside="inner", about="", licence="")
-    folder = unpack_folder(Installed(bundled=row, paths=tuple(pieces_of(tmp_path / "all.zip", 3))))
+    row = Bundled(name="tiny", distributions=("x==1",), files=(), kind="zip", inside="inner", about="", licence="")
+    folder = bundled_folder(Installed(row, tuple(pieces_of(tmp_path / "all.zip", 3))))
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "modules.json"}
     again = load_pretrained(folder, device="cpu").model
     assert torch.equal(again.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight)
@@ -163,7 +164,7 @@ def test_whole_numbers_and_anonymous_products_of_an_onnx_file(tmp_path: Path) ->
     ]
     made = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "tiny", [], [], made)), tmp_path / "tiny.onnx")
-    recipe = onnx_files.Recipe(model="", config={}, names={"m.": "decoder."})
+    recipe = Recipe(model="", names={"m.": "decoder."})
     found = onnx_files.read_weights(recipe, [tmp_path / "tiny.onnx"])
     expected = {
         "decoder.block.norm.weight": plain[0],

@@ -199,6 +199,25 @@ def test_what_was_downloaded_is_read_when_the_hub_does_not_answer(monkeypatch: p
     assert loaded.name == "someone/something" and type(loaded.model) is transformers.BertModel
 
 
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_is_on_the_hub_is_downloaded_once_and_pickles_only_where_nothing_else_is(
+    pickled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    save(transformers.BertModel(BERT), tmp_path)
+    weights = ["pytorch_model.bin"] if pickled else ["pytorch_model.bin", "model.safetensors", "onnx/model.onnx"]
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, [pattern for pattern in allow_patterns if "model*" in pattern]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["config.json", *weights])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load_pretrained("someone/something", device="cpu", revision="v1").name == "someone/something"
+    assert asked == [("someone/something", "v1", ["pytorch_model*.bin" if pickled else "*model*.safetensors"])]
+
+
 def test_the_accelerator_that_torch_offers_is_the_default(monkeypatch: pytest.MonkeyPatch):
     for found, expected in ((torch.device("mps"), "mps"), (torch.device("xpu", 1), "xpu"), (None, "cpu")):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, found=found: found)

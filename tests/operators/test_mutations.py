@@ -223,7 +223,7 @@ def test_a_cut_in_the_wrong_place_is_noticed_by_composition() -> None:
 
 def test_a_wrong_transpose_is_noticed_by_adjoint(monkeypatch: Patch) -> None:
     linear = OPERATIONS["linear"]
-    right = linear._transpose
+    right = linear.transpose
     assert right is not None
 
     def wrong(u: Tensor, x: Any, weight: Tensor, bias: Any = None) -> Any:
@@ -231,6 +231,6 @@ def test_a_wrong_transpose_is_noticed_by_adjoint(monkeypatch: Patch) -> None:
         return right(u, x, weight.mT.contiguous() if square else weight, bias)
 
     T = tensor("llama")
-    monkeypatch.setattr(linear, "_transpose", wrong)
+    monkeypatch.setattr(linear, "transpose", wrong)
     failures = T.certificate().failures
     assert set(failures) == {"adjoint", "completeness", "logits"}

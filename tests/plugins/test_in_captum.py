@@ -47,7 +47,7 @@ def test_a_padded_batch_of_a_classifier():
 
 def test_an_answer_and_its_figure(recorded):
     llm = LLMTensorAttribution(lens().model, tokenizer())
-    result = llm.attribute(TextTokenInput(PROMPT, tokenizer()), target=" no")
+    result = llm.attribute(TextTokenInput(PROMPT, tokenizer()), target=" no", explained="centred")
     assert result.token_attr.shape == (len(ids_of(" no")), len(ids_of(PROMPT)))
     recorded("captum answer", result.seq_attr.tolist())
     figure, _ = result.plot_token_attr()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Held, Slot, Spec, Step, mapped
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.operations import OPERATIONS, fit
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
 
@@ -173,7 +173,8 @@ class Case:
 
     def pull(self, u: Tensor) -> tuple[Tensor, ...]:
         specs = mapped_live(self.args, lambda one: Spec(one.shape, one.dtype, torch.device("cpu")))
-        return self.operation.pull(specs, {})(u)
+        pulled = self.operation.pull(u, specs, {})
+        return tuple([fit(g, Spec(*one, torch.device("cpu"))) for g, one in zip(pulled, self.live, strict=True)])
 
 
 def mapped_live(value: Any, change: Callable[[Live], Any]) -> Any:
@@ -255,7 +256,7 @@ def test_grouped_products() -> None:
     x, w, u = (torch.randn(s, generator=generator).bfloat16() for s in ((5, 16), (2, 16, 8), (5, 8)))
     expected = torch.cat([x[:2] @ w[0], x[2:] @ w[1]])
     assert torch.allclose(operation.run(x, w, offsets).float(), expected.float(), rtol=2e-2, atol=2e-2)
-    (pulled,) = operation.pull((Spec((5, 16), x.dtype, x.device), w, offsets), {})(u)
+    (pulled,) = operation.pull(u, (Spec((5, 16), x.dtype, x.device), w, offsets), {})
     expected = torch.cat([u[:2] @ w[0].mT, u[2:] @ w[1].mT])
     assert torch.allclose(pulled.float(), expected.float(), rtol=2e-2, atol=2e-2)
 

@@ -27,7 +27,7 @@ class Counted(PlainModel):
 
 
 def prepared(name: str, texts: list[str], n_copies: int = 5):
-    subject = Texts(lens_on(name), read_dataset(texts), n_tokens=16)
+    subject = Texts(lens_on(name), read_dataset(texts), PerturbationOptions(n_tokens=16))
     plain = Counted(subject.lens, batch_size=16)
     plain.sizes = []
     loaded = {index: subject.load(index) for index in range(len(subject))}
@@ -72,7 +72,7 @@ def test_a_sample_that_cannot_be_copied_says_why_and_the_others_are_measured():
 
 
 def test_groups_are_of_like_length_and_cover_every_sample_once():
-    subject = Texts(lens_on("gpt2"), read_dataset(TEXTS * 6), n_tokens=16)
+    subject = Texts(lens_on("gpt2"), read_dataset(TEXTS * 6), PerturbationOptions(n_tokens=16))
     groups = groups_of(subject, PerturbationOptions(group_size=4))
     lengths = [[subject.length(index) for index in group] for group in groups]
     assert sorted(index for group in groups for index in group) == list(range(len(subject)))

@@ -17,7 +17,7 @@ from tiny_study import WORDS as VOCABULARY
 from tiny_study import lens_on
 
 from tensorlens.studies.datasets import RowFile, read_dataset
-from tensorlens.studies.judge_study import evidence
+from tensorlens.studies.judge_study import evidence, items_digest
 from tensorlens.studies.relation_study.data import load_relations
 from tensorlens.studies.runs import Run, as_line
 
@@ -139,7 +139,7 @@ def _read_samples(file: Path) -> None:
 
 
 def _read_set(file: Path) -> None:
-    evidence(lens_on("llama"), file.parent).digest()
+    assert items_digest(evidence(lens_on("llama"), file.parent)[0])
 
 
 def _read_run(file: Path) -> None:
@@ -150,18 +150,18 @@ def _read_run(file: Path) -> None:
 
 def _read_needles(file: Path) -> None:
     folder = file.parent
-    needles(lens_on("llama"), folder, folder / "hay.txt", lengths=(36,)).digest()
+    needles(lens_on("llama"), folder, folder / "hay.txt", lengths=(36,)).about()
 
 
 FORMATS = {
     "relation": (_relation, "fruit.json", lambda file: load_relations(file.parent), (*WORDS, deep)),
     "evidence": (partial(_csv, rows=ROWS), "set.csv", _read_set, TEXT),
     "evidence lines": (partial(_jsonl, rows=ROWS), "set.jsonl", _read_set, (lines, lines, *TEXT, deep)),
-    "pairs": (_pairs, "ioi.csv", lambda file: patching_pairs(lens_on("llama"), file.parent).digest(), TEXT),
+    "pairs": (_pairs, "ioi.csv", lambda file: patching_pairs(lens_on("llama"), file.parent).about(), TEXT),
     "needles": (_needles, "single.json", _read_needles, (*WORDS, deep)),
     "hay": (_needles, "hay.txt", _read_needles, TEXT),
-    "program": (_program, "hist.json", lambda file: compiled_programs(file.parent).digest(), (*WORDS, deep)),
-    "weights of a program": (_program, "hist.npz", lambda file: compiled_programs(file.parent).digest(), BYTES),
+    "program": (_program, "hist.json", lambda file: compiled_programs(file.parent).about(), (*WORDS, deep)),
+    "weights of a program": (_program, "hist.npz", lambda file: compiled_programs(file.parent).about(), BYTES),
     "rows": (partial(_csv, rows=ROWS), "rows.csv", _read_rows, TEXT),
     "row lines": (partial(_jsonl, rows=ROWS), "rows.jsonl", _read_rows, (lines, lines, *TEXT, deep)),
     "row columns": (partial(_parquet, rows=ROWS), "rows.parquet", _read_rows, BYTES),
@@ -203,10 +203,10 @@ def test_a_whole_file_of_each_judge_gives_items(tmp_path: Path):
         make, file, _, _ = FORMATS[name]
         (tmp_path / name).mkdir()
         make(tmp_path / name / file)
-    found = [
-        evidence(lens, tmp_path / "evidence"),
+    judges = [
         patching_pairs(lens, tmp_path / "pairs"),
         needles(lens, tmp_path / "needles", tmp_path / "needles" / "hay.txt", lengths=(36,)),
         compiled_programs(tmp_path / "program"),
     ]
-    assert [(len(one.items), one.problems) for one in found] == [(n, ()) for n in n_items.values()]
+    found = [evidence(lens, tmp_path / "evidence"), *((one.items, one.problems) for one in judges)]
+    assert [(len(items), problems) for items, problems in found] == [(n, ()) for n in n_items.values()]

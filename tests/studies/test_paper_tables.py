@@ -129,8 +129,11 @@ def made(folder, name, data=None, *, limit=4, **options):
 def watched_state(model, ids, place):
     """X^N at one token, and the logits, by the model alone."""
     kept = {}
-    body = model.base_model
-    hook = body.register_forward_hook(lambda module, args, output: kept.update(state=output[0]))
+    if hasattr(model, "decoder"):  # one module does everything: what the unembedding reads
+        read = model.decoder.to_words.register_forward_pre_hook
+        hook = read(lambda module, args: kept.update(state=args[0]))
+    else:
+        hook = model.base_model.register_forward_hook(lambda module, args, output: kept.update(state=output[0]))
     output = model(**ids)
     hook.remove()
     return kept["state"][0, place], output.logits
@@ -149,15 +152,18 @@ def curve_by_hand(model, ids, scores, maskable, mask_id, place):
     return curve
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "pythia", "phi"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gemma3", "pythia", "phi", "pico"])
 @torch.no_grad()
 def test_tables_of_texts(tmp_path, name):
-    lines, table = made(tmp_path, name)
-    model = tl.load(str(tmp_path / "model"), device="cpu")
-    is_encoder = name in ENCODERS
+    with torch.enable_grad():  # two of them are fine-tuned first
+        lines, table = made(tmp_path, name, more=["--trust-remote-code"] if name == "pico" else [])
+    is_trained = name in ("modernbert", "gemma3")
+    where = tmp_path / "out" / "model" if is_trained else tmp_path / "model"
+    model = tl.load(str(where), device="cpu", trust_remote_code=name == "pico")
+    is_encoder, has_reviews = name in ENCODERS, TABLES[name].kind == "imdb"
     assert len(lines) == 4 and {line["n_tokens"] for line in lines} == {10}
     assert all("label" in line for line in lines)
-    if is_encoder:
+    if has_reviews:
         assert [line["label"] for line in lines] == [0, 1] * 2  # drawn in turn, though the file is sorted
         assert all(line["columns"]["source"].startswith("page") for line in lines)
     condition = "token" if is_encoder else "paper-like, token"
@@ -166,14 +172,14 @@ def test_tables_of_texts(tmp_path, name):
             line.split(",")[2]: line.split(",")[0]
             for line in (tmp_path / "data/imdb/reviews.csv").read_text().split("\n")
         }
-        if is_encoder
+        if has_reviews
         else {}
     )
-    place, own = (0, tokenizer(wrapped=is_encoder)) if is_encoder else (-1, tokenizer(wrapped=False))
+    place, own = 0 if name in ("bert", "roberta") else -1, tokenizer(wrapped=is_encoder)
     for line in lines:
-        if is_encoder:
-            inner = own(text[line["columns"]["source"]], add_special_tokens=False)["input_ids"][:8]
-            ids = torch.tensor([[1, *inner, 2]])
+        if has_reviews:
+            inner = own(text[line["columns"]["source"]], add_special_tokens=False)["input_ids"]
+            ids = torch.tensor([[1, *inner[:8], 2] if is_encoder else inner[:10]])
         else:
             title, number = line["unit"], int(line["name"].rsplit(" ", 1)[1])
             body = articles(tmp_path / "data/wikitext-103/wiki.test.tokens")[title.split(" (")[0]]
@@ -187,7 +193,7 @@ def test_tables_of_texts(tmp_path, name):
         assert found["hs_mse"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
         assert [abs(value) for value in found["aopc"]] == pytest.approx(found["abs_aopc"])
         logits = model.model(input_ids=ids).logits
-        best = logits[0].argmax(-1) if is_encoder else logits[0, -1].argmax(-1)
+        best = logits[0].argmax(-1) if has_reviews else logits[0, -1].argmax(-1)
         assert found["accuracy"][0] == float(int(best) == int(line["label"]))
     heights = [
         np.trapezoid(one["conditions"][condition]["tensor.in_out"]["most"]["hs_mse"], [0, 0.2, 0.4]) for one in lines
@@ -412,15 +418,21 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
     assert "needs WikiText-103" in refused(monkeypatch, "pythia", root, model=bert)
 
 
-def test_a_wrong_study_folder_is_named(tmp_path, monkeypatch):
+def test_a_wrong_study_folder_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text('{"study": "judge", "settings": {}, "versions": {}, "origin": {}}')
     model, data = write_model(tmp_path / "bert", "bert"), write_reviews(tmp_path / "reviews.csv")
-    with pytest.raises(InputError, match="was started with different settings"):
-        PaperTable(
-            "bert", data, out, model=model, limit=4, device="cpu", protocol=read_protocol(small_protocol(tmp_path))
-        ).run()
+    assert "holds a run of judge" in refused(monkeypatch, "bert", data, model=model, limit=4, out=out)
+    monkeypatch.setattr("tensorlens.app.options.ModelOptions.lens", lambda *_, **__: pytest.fail("a model was loaded"))
+    relations = write_data(tmp_path / "data", "relations")
+    for command, given in (
+        ("perturb", ["--data", data]),
+        ("relations", ["--data", relations]),
+        ("fidelity", ["a text"]),
+    ):
+        found = CliRunner().invoke(app, list(map(str, [command, model, *given, "--out", out])))
+        assert "holds a run of judge" in str(found.exception), found.output
 
 
 # Data as people have it -----------------------------------------------------------------------------------------------

@@ -41,12 +41,12 @@ def facts(*pairs: tuple[str, str]) -> list[Fact]:
 @pytest.mark.parametrize(
     ("changes", "place", "message"),
     [
-        ({"name": None}, "name", "the key is missing"),
-        ({"prompt_templates": None}, "prompt_templates", "the key is missing"),
-        ({"prompt_templates": []}, "prompt_templates", "an empty list"),
-        ({"prompt_templates": ["no place"]}, "prompt_templates[0]", "with {} for the subject"),
-        ({"samples": None}, "samples", "the key is missing"),
-        ({"samples": []}, "samples", "an empty list"),
+        ({"name": None}, "the file", "missing required field `name`"),
+        ({"prompt_templates": None}, "the file", "missing required field `prompt_templates`"),
+        ({"prompt_templates": []}, "prompt_templates", "length >= 1"),
+        ({"prompt_templates": ["no place"]}, "prompt_templates[0]", "matching regex"),
+        ({"samples": None}, "the file", "missing required field `samples`"),
+        ({"samples": []}, "samples", "length >= 1"),
         ({"samples": [{"subject": "apple"}]}, "samples", "every sample is malformed"),
     ],
 )
@@ -63,13 +63,13 @@ def test_malformed_file_is_left_out_with_its_place(tmp_path, changes, place, mes
 
 
 @pytest.mark.parametrize(
-    ("content", "place"), [(b'{"name": ', "line 1, column 10"), (b"[1]", "the top level"), (b"\xff", "byte 0")]
+    ("content", "message"), [(b'{"name": ', "truncated"), (b"[1]", "Expected `object`"), (b"\xff", "byte 0")]
 )
-def test_unreadable_file_says_where(tmp_path, content, place):
+def test_unreadable_file_says_why(tmp_path, content, message):
     (tmp_path / "bad.json").write_bytes(content)
     relation, problems = read_relation(tmp_path / "bad.json")
     assert relation is None
-    assert problems[0].place == place
+    assert message in problems[0].message
 
 
 def test_bad_samples_and_duplicate_subjects_are_named_and_the_rest_is_used(tmp_path):
@@ -84,7 +84,7 @@ def test_bad_samples_and_duplicate_subjects_are_named_and_the_rest_is_used(tmp_p
     relation, problems = read_relation(path)
     assert relation is not None
     assert list(relation.facts) == facts(("a", "x"), ("d", "z"))
-    assert [problem.place for problem in problems] == ["samples[1].object", "samples[2]", "samples[3].subject"]
+    assert [problem.place for problem in problems] == ["samples[1]", "samples[2]", "samples[3].subject"]
     assert not any(problem.is_fatal for problem in problems)
 
 

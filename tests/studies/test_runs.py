@@ -246,7 +246,8 @@ def test_records_are_counted_by_their_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b'{"study": "toy",\n "settings": {', "line 2"), (b"\xff", "line 1"), (b"[]\n", "line 1")]
+    ("content", "why"),
+    [(b'{"study": "toy",\n "settings": {', "truncated"), (b"\xff", "byte 0"), (b"[]\n", "Expected `object`")],
 )
 def test_a_config_that_cannot_be_read_says_where_and_how_to_go_on(tmp_path: Path, content: bytes, why: str) -> None:
     whole = files(finish(tmp_path / "whole").folder)
@@ -264,7 +265,7 @@ def test_a_config_with_wrong_fields_is_answered_in_a_sentence(tmp_path: Path, fi
     config = finish(tmp_path).folder / "config.json"
     document = json.loads(config.read_text())
     config.write_text(json.dumps({key: one for key, one in document.items() if key != field} | {field: value}))
-    with pytest.raises(InputError, match=f"Expected `{field}` in .*config.json"):
+    with pytest.raises(InputError, match=rf"config\.json.*`{field}`|config\.json.*\$\.{field}"):
         finish(tmp_path)
 
 

@@ -24,7 +24,7 @@ MEMBERS = [f"tensor.in_class@{member}" for member in ("paper", "half_gate", "att
 
 def group(name: str) -> tuple[tl.Lens, list]:
     lens = tl.Lens(zoo.build(name), tokenizer(wrapped=name.startswith("bert")))
-    subject = Texts(lens, read_dataset(TEXTS), n_tokens=12, min_tokens=3)
+    subject = Texts(lens, read_dataset(TEXTS), PerturbationOptions(n_tokens=12, min_tokens=3))
     return lens, [subject.load(index) for index in range(len(subject))]
 
 

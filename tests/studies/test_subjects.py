@@ -10,16 +10,17 @@ from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.studies.datasets import read_dataset
+from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.plain_model import PlainModel
 from tensorlens.studies.perturbation_study.samples import Images, Texts, maskable
 
 
 def test_special_tokens_and_the_last_of_a_decoder_are_protected():
-    encoder = Texts(lens_on("bert"), read_dataset(TEXTS), n_tokens=16)
+    encoder = Texts(lens_on("bert"), read_dataset(TEXTS), PerturbationOptions(n_tokens=16))
     sample = encoder.load(1)
     assert not encoder.is_causal
     assert maskable(sample, False, "strict") == [1, 2, 3, 4] == maskable(sample, False, "paper-like")
-    decoder = Texts(lens_on("gpt2"), read_dataset(TEXTS), n_tokens=16)
+    decoder = Texts(lens_on("gpt2"), read_dataset(TEXTS), PerturbationOptions(n_tokens=16))
     sample = decoder.load(1)
     assert decoder.is_causal
     assert maskable(sample, True, "strict") == [0, 1, 2]
@@ -29,7 +30,7 @@ def test_special_tokens_and_the_last_of_a_decoder_are_protected():
 @pytest.mark.parametrize("replacement", ["token", "zero", "mean", "attention", "delete"])
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_copies_change_the_chosen_tokens_only(name, replacement):
-    texts = Texts(lens_on(name), read_dataset(TEXTS), n_tokens=16)
+    texts = Texts(lens_on(name), read_dataset(TEXTS), PerturbationOptions(n_tokens=16))
     sample = texts.load(0)
     ids = sample.inputs["input_ids"][0]
     masks = torch.zeros(2, sample.n_tokens, dtype=torch.bool)
@@ -54,7 +55,9 @@ def test_copies_change_the_chosen_tokens_only(name, replacement):
 
 
 def test_windows_join_texts_and_leave_headings_out():
-    texts = Texts(lens_on("gpt2"), read_dataset([*TEXTS, "= the heading ="]), n_tokens=8, cut="windows")
+    texts = Texts(
+        lens_on("gpt2"), read_dataset([*TEXTS, "= the heading ="]), PerturbationOptions(n_tokens=8, cut="windows")
+    )
     assert {len(ids) for ids in texts.ids} == {8}
     joined = [i for ids in texts.ids for i in ids]
     assert joined == [i for text in TEXTS for i in texts.tokenizer(text)["input_ids"]][: len(joined)]
@@ -67,17 +70,21 @@ def test_a_fresh_encoder_is_no_decoder():
         vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.01
     )
     lens = tl.Lens(hf.BertModel(config).eval(), lens_on("bert").processor)
-    assert not Texts(lens, read_dataset([" ".join(TEXTS * 4)]), n_tokens=128).is_causal
+    assert not Texts(lens, read_dataset([" ".join(TEXTS * 4)]), PerturbationOptions(n_tokens=128)).is_causal
 
 
 def test_where_positions_are_counted_from_the_mask_hiding_is_deleting_and_refused():
     torch.manual_seed(0)
     config = hf.BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5)
-    texts = Texts(tl.Lens(hf.BloomForCausalLM(config).eval(), lens_on("gpt2").processor), read_dataset(TEXTS))
+    texts = Texts(
+        tl.Lens(hf.BloomForCausalLM(config).eval(), lens_on("gpt2").processor),
+        read_dataset(TEXTS),
+        PerturbationOptions(),
+    )
     with pytest.raises(InputError, match="counted from the attention mask.*Use that or"):
         texts.check(["token", "attention"])
     texts.check(["token", "delete"])
-    Texts(lens_on("gpt2"), read_dataset(TEXTS)).check(["attention"])
+    Texts(lens_on("gpt2"), read_dataset(TEXTS), PerturbationOptions()).check(["attention"])
 
 
 @pytest.mark.parametrize("padding", [None, 3])
@@ -114,7 +121,7 @@ def test_a_model_that_pads_by_itself_keeps_its_padding():
 
 
 def test_patches_become_black_before_normalisation(tmp_path):
-    images = Images(vision_lens(), read_dataset(write_pictures(tmp_path / "pictures")))
+    images = Images(vision_lens(), read_dataset(write_pictures(tmp_path / "pictures")), PerturbationOptions())
     sample = images.load(0)
     assert (sample.n_tokens, sample.fixed) == (5, frozenset({0}))
     masks = torch.zeros(1, 5, dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.answers.pictured import beside, columns_of, picture_places, read_pictured
-from tensorlens.answers.prompts import Continuation, Prompt, Speaker, generated, given, read_prompt
+from tensorlens.answers.prompts import Continuation, Prompt, generated, given, read_prompt
 from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
 from tensorlens.errors import InputError, MethodError
@@ -52,7 +52,7 @@ class Answer(Tabular):
     offsets: tuple[tuple[int, int] | None, ...] = field(repr=False)
     prompt: Prompt = field(repr=False)
     tensor: AttentionTensor = field(repr=False)
-    lens: Speaker = field(repr=False)
+    lens: Any = field(repr=False)
     agreement: Agreement | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
@@ -269,7 +269,7 @@ _TITLES: dict[TargetKind, str] = {
 
 
 def make_answer(
-    lens: Speaker,
+    lens: Any,
     prompt: Any,
     answer: Any,
     *,
@@ -294,7 +294,7 @@ def make_answer(
     return made if served is None else replace(made, agreement=agreement(served, made.log_probabilities))
 
 
-def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
+def answer_of(lens: Any, prompt: Prompt, found: Continuation) -> Answer:
     """The answer that continues a prompt with some tokens, recorded."""
     tensor: AttentionTensor = lens(_together(lens, prompt, found))
     recording = tensor.operator.recording
@@ -308,7 +308,7 @@ def answer_of(lens: Speaker, prompt: Prompt, found: Continuation) -> Answer:
     return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)
 
 
-def _together(lens: Speaker, prompt: Prompt, found: Continuation) -> ModelInput:
+def _together(lens: Any, prompt: Prompt, found: Continuation) -> ModelInput:
     """Prompt and answer as one input; with an encoder, the answer goes into the decoder."""
     n, kind = prompt.n_encoder, "processed" if prompt.arguments else "text"
     if prompt.arguments:

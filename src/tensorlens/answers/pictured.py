@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.answers.prompts import Offsets, Prompt, Speaker, decoded, labelled, read_prompt
+from tensorlens.answers.prompts import Offsets, Prompt, decoded, read_prompt, turns
 from tensorlens.errors import InputError
-from tensorlens.maps.groups import Group, Passage, find_regions
+from tensorlens.maps.groups import Group, find_regions
 from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.models.pictures import Looking, find_pictures, is_picture, open_picture
 
 
-def read_pictured(lens: Speaker, prompt: Any) -> Prompt | None:
+def read_pictured(lens: Any, prompt: Any) -> Prompt | None:
     """A prompt for a model that reads pictures, or messages in parts; None for any other."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return _processed_prompt(lens, prompt)
@@ -31,7 +31,7 @@ def read_pictured(lens: Speaker, prompt: Any) -> Prompt | None:
     return _messages(lens, prompt) if in_parts or _reads_pictures(lens) else None
 
 
-def _messages(lens: Speaker, messages: Sequence[Any]) -> Prompt:
+def _messages(lens: Any, messages: Sequence[Any]) -> Prompt:
     """Chat messages with pictures, rendered by the processor's own template.
 
     Raises:
@@ -69,7 +69,7 @@ def _messages(lens: Speaker, messages: Sequence[Any]) -> Prompt:
     return _prompt(lens, made, pictures, list(zip(roles, texts, strict=True)))
 
 
-def _processed_prompt(lens: Speaker, made: Mapping[str, Any]) -> Prompt:
+def _processed_prompt(lens: Any, made: Mapping[str, Any]) -> Prompt:
     """What a processor made of text and pictures.
 
     Raises:
@@ -81,7 +81,7 @@ def _processed_prompt(lens: Speaker, made: Mapping[str, Any]) -> Prompt:
     return _prompt(lens, made, (), ())
 
 
-def _reads_pictures(lens: Speaker) -> bool:
+def _reads_pictures(lens: Any) -> bool:
     return "pixel_values" in forward_parameters(lens.model) and hasattr(lens.processor, "tokenizer")
 
 
@@ -121,7 +121,7 @@ def _processed(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[st
 
 
 def _prompt(
-    lens: Speaker, made: Mapping[str, Any], pictures: Sequence[Any], said: Sequence[tuple[str, Sequence[str]]]
+    lens: Any, made: Mapping[str, Any], pictures: Sequence[Any], said: Sequence[tuple[str, Sequence[str]]]
 ) -> Prompt:
     """A prompt of what a processor made, with its pictures and the texts of each turn."""
     if getattr(getattr(lens.model, "config", None), "is_encoder_decoder", False):
@@ -148,14 +148,14 @@ def _prompt(
         ids=ids,
         text=text,
         offsets=offsets,
-        turns=_turns(text, said),
+        turns=turns(text, said),
         has_special_tokens=False,
         arguments=arguments,
         pictures=find_pictures(looking),
     )
 
 
-def _text_beside(lens: Speaker, ids: Sequence[int], seen: set[int]) -> tuple[str, Offsets]:
+def _text_beside(lens: Any, ids: Sequence[int], seen: set[int]) -> tuple[str, Offsets]:
     """The text of all tokens that do not stand for pictures, and where each stands in it."""
     text, offsets, some = "", list[tuple[int, int] | None](), list[int]()
     for k, token in enumerate((*ids, None)):
@@ -169,21 +169,6 @@ def _text_beside(lens: Speaker, ids: Sequence[int], seen: set[int]) -> tuple[str
         if token is not None:
             offsets.append(None)
     return text, tuple(offsets)
-
-
-def _turns(text: str, said: Sequence[tuple[str, Sequence[str]]]) -> tuple[Passage, ...]:
-    """What each turn says, by its role."""
-    spans, end = list[tuple[str, int, int]](), 0
-    for role, texts in said:
-        places = list[int]()
-        for piece in (one.strip() for one in texts):
-            start = text.find(piece, end) if piece else -1
-            if start >= 0:
-                end = start + len(piece)
-                places += [start, end]
-        if places:
-            spans.append((role, places[0], places[-1]))
-    return labelled(spans)
 
 
 def beside(prompt: Prompt, n_answer: int) -> dict[str, Any]:

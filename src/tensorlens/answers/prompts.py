@@ -7,19 +7,19 @@ the prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Passage
 from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import ModelInput, max_tokens, tokenizer_of
+from tensorlens.models.inputs import max_tokens, tokenizer_of
 from tensorlens.models.pictures import Picture
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
@@ -32,33 +32,6 @@ WINDOW, OVERLAP = 64, 16
 
 Offsets = tuple[tuple[int, int] | None, ...]
 """Where each token is in a text; None for a token that is not part of it."""
-
-
-@runtime_checkable
-class Speaker(Protocol):
-    """What an answer asks of the lens that it came from."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        ...
-
-    @property
-    def processor(self) -> Any:
-        """Its tokenizer or processor."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The token that fills up shorter texts."""
-        ...
-
-    def prepare(self, value: Any) -> ModelInput:
-        """What the model takes, of anything that a call takes."""
-        ...
-
-    def __call__(self, value: Any) -> Any:
-        """The attention tensor of an input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +64,7 @@ class Prompt:
         return self.ids[self.n_encoder :]
 
 
-def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
+def read_prompt(lens: Any, prompt: Any) -> Prompt:
     """A prompt in any form that `Lens.answer` takes.
 
     Raises:
@@ -115,7 +88,7 @@ def read_prompt(lens: Speaker, prompt: Any) -> Prompt:
     return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
 
 
-def _text(lens: Speaker, text: str) -> Prompt:
+def _text(lens: Any, text: str) -> Prompt:
     ids, offsets = tokenised(lens, text, special=True)
     if not text.strip() or not ids:
         raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
@@ -123,7 +96,7 @@ def _text(lens: Speaker, text: str) -> Prompt:
     return Prompt(ids=ids, text=text, offsets=offsets)
 
 
-def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
+def _with_start(lens: Any, prompt: Prompt) -> Prompt:
     """For a model with an encoder, the tokens that its decoder begins with: they are not chosen by the model."""
     config = getattr(lens.model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
@@ -140,7 +113,7 @@ def _with_start(lens: Speaker, prompt: Prompt) -> Prompt:
 
 
 def tokenised(
-    lens: Speaker, text: str, *, special: bool, as_target: bool = False
+    lens: Any, text: str, *, special: bool, as_target: bool = False
 ) -> tuple[tuple[int, ...], Offsets | None]:
     """The ids of a text, and where each is in it if the tokenizer reports it.
 
@@ -162,7 +135,7 @@ def tokenised(
     return tuple(made["input_ids"]), tuple([(a, b) if b > a else None for a, b in made["offset_mapping"]])
 
 
-def _chat(lens: Speaker, messages: Sequence[Any]) -> Prompt:
+def _chat(lens: Any, messages: Sequence[Any]) -> Prompt:
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InputError("Got chat messages, but this lens has no tokenizer with a chat template. Pass a text instead.")
@@ -172,31 +145,35 @@ def _chat(lens: Speaker, messages: Sequence[Any]) -> Prompt:
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     ids, offsets = tokenised(lens, text, special=False)
     lens.prepare(list(ids))  # refuses what is too long
-    turns = _turns(tokenizer, messages, text)
-    return Prompt(ids=ids, text=text, offsets=offsets, turns=turns, has_special_tokens=False)
+    said = [(one["role"], [one["content"]]) for one in messages]
+    found = turns(text, said, lambda k: _rendered(tokenizer, messages[: k + 1], text))
+    return Prompt(ids=ids, text=text, offsets=offsets, turns=found, has_special_tokens=False)
 
 
-def _turns(tokenizer: Any, messages: Sequence[Mapping[str, str]], text: str) -> tuple[Passage, ...]:
-    """The characters of each message with its marks, or of its content alone where a template renders no beginnings."""
-    spans, end = [], 0
-    for k, message in enumerate(messages):
-        start, stop = end, _rendered(tokenizer, messages[: k + 1], text)
+def turns(
+    text: str, said: Sequence[tuple[str, Sequence[str]]], rendered: Callable[[int], int | None] = lambda k: None
+) -> tuple[Passage, ...]:
+    """The characters of each turn under its role, with a number from the second of a role on.
+
+    Args:
+        text: All of it.
+        said: The role of each turn and the texts it is made of.
+        rendered: Where turn k ends with its marks, if the template renders beginnings; else its texts are looked for.
+    """
+    found, end, counts = list[Passage](), 0, Counter[str]()
+    for k, (role, texts) in enumerate(said):
+        start, stop = end, rendered(k)
         if stop is None or stop <= end:
-            content = message["content"].strip()
-            start = text.find(content, end)
-            stop = start + len(content)
-        if 0 <= start < stop:
-            spans.append((message["role"], start, stop))
-            end = stop
-    return labelled(spans)
-
-
-def labelled(spans: Sequence[tuple[str, int, int]]) -> tuple[Passage, ...]:
-    """Passages by their roles, with a number from the second of a role on."""
-    counts: Counter[str] = Counter()
-    found = []
-    for role, start, stop in spans:
-        counts[role] += 1
+            places, stop = list[int](), end
+            for piece in filter(None, (one.strip() for one in texts)):
+                place = text.find(piece, stop)
+                if place >= 0:
+                    places.append(place)
+                    stop = place + len(piece)
+            if not places:
+                continue
+            start = places[0]
+        end, counts[role] = stop, counts[role] + 1
         found.append(Passage(role if counts[role] == 1 else f"{role} {counts[role]}", start, stop))
     return tuple(found)
 
@@ -221,7 +198,7 @@ class Continuation(NamedTuple):
     offsets: Offsets
 
 
-def given(lens: Speaker, prompt: Prompt, answer: Any) -> Continuation:
+def given(lens: Any, prompt: Prompt, answer: Any) -> Continuation:
     """An answer of the user's, as text or ids.
 
     Raises:
@@ -260,7 +237,7 @@ def _given_ids(answer: Any) -> tuple[int, ...]:
 
 
 def generated(
-    lens: Speaker, prompt: Prompt, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
+    lens: Any, prompt: Prompt, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
 ) -> Continuation:
     """What the model itself says, greedily unless the options say otherwise; the token that ends it is left out.
 
@@ -279,17 +256,14 @@ def generated(
     with running(model), torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        settings = {"do_sample": False, "pad_token_id": lens.pad_id} | _start(prompt, device) | options
+        start = {"decoder_input_ids": torch.tensor([prompt.decoder_ids], device=device)} if prompt.n_encoder else {}
+        settings = {"do_sample": False, "pad_token_id": lens.pad_id} | start | options
         made = _generate(model, ids, prompt.arguments, max_new_tokens=_room(lens, prompt, max_new_tokens), **settings)
     new = getattr(made, "sequences", made)[0, len(prompt.decoder_ids) :].tolist()
     found = tuple(_without_end(lens, new))
     if not found:
         raise InputError("The model ended its answer before the first token. Pass an answer, or rephrase the prompt.")
     return Continuation(found, *decoded(lens, found))
-
-
-def _start(prompt: Prompt, device: torch.device) -> dict[str, Tensor]:
-    return {"decoder_input_ids": torch.tensor([prompt.decoder_ids], device=device)} if prompt.n_encoder else {}
 
 
 def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: Any) -> Any:
@@ -299,7 +273,7 @@ def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: A
         raise InputError(f"The model's `generate` refused what it was asked for: {error}") from error
 
 
-def _room(lens: Speaker, prompt: Prompt, max_new_tokens: int) -> int:
+def _room(lens: Any, prompt: Prompt, max_new_tokens: int) -> int:
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(f"`max_new_tokens` must be a whole number of at least 1; got {max_new_tokens!r}.")
     limit = max_tokens(lens.model)
@@ -309,7 +283,7 @@ def _room(lens: Speaker, prompt: Prompt, max_new_tokens: int) -> int:
     return max_new_tokens if limit is None else min(max_new_tokens, limit - before)
 
 
-def _without_end(lens: Speaker, ids: list[int]) -> list[int]:
+def _without_end(lens: Any, ids: list[int]) -> list[int]:
     config: Any = getattr(lens.model, "generation_config", None) or getattr(lens.model, "config", None)
     ends = getattr(config, "eos_token_id", None)
     ends = {*ends} if isinstance(ends, (list, tuple)) else {ends}
@@ -317,7 +291,7 @@ def _without_end(lens: Speaker, ids: list[int]) -> list[int]:
     return ids[: next((k for k, i in enumerate(ids) if i in ends), len(ids))]
 
 
-def decoded(lens: Speaker, ids: Sequence[int]) -> tuple[str, Offsets]:
+def decoded(lens: Any, ids: Sequence[int]) -> tuple[str, Offsets]:
     """The text of some ids, and where each token is in it; pieces of one character share a place."""
     tokenizer = tokenizer_of(lens.processor)
     if tokenizer is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tensorlens.app import options
 from tensorlens.app.options import FinalNorm, Json, Model, ModelOptions
@@ -23,11 +21,7 @@ def check_(
     model: Model,
     input: Annotated[
         str | None,
-        typer.Argument(
-            metavar="INPUT",
-            help="A text or the path of an image; defaults to a built-in example sentence.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="INPUT", help="A text or the path of an image (default: an example sentence)."),
     ] = None,
     json: Json = False,
     final_norm: FinalNorm = True,
@@ -68,25 +62,8 @@ def default_input(lens: Lens) -> Any:
     return list(range(1, 9))
 
 
-def print_certificate(certificate: Certificate, title: str, console: Console | None = None) -> None:
-    """Print a certificate: verdict, numbers, and the rules that fired."""
-    console = console or Console(highlight=False)
-    console.print(title, style="bold", markup=False)
-    verdict = "exact and linear" if certificate.passed else "NOT CERTIFIED: " + ", ".join(certificate.failures)
-    console.print(verdict, style="green" if certificate.passed else "bold red")
-    for reservation in certificate.reservations:
-        console.print(f"but: {reservation}", style="yellow", markup=False)
-    numbers = Table("law", "relative error", "accepted", box=None, pad_edge=False)
-    for law, error in certificate.errors.items():
-        accepted = certificate.accepted(law)
-        is_judged = law not in certificate.rounded
-        style = "dim" if not is_judged else "" if error <= accepted else "bold red"
-        numbers.add_row(law, f"{error:.1e}", f"{accepted:.0e}" if is_judged else "in float32", style=style)
-    numbers.add_row("|T X| / |F(X)|", f"{certificate.carried:.3g}", "", style="dim")
-    console.print(numbers)
-    rules = Table("rule", "modules", "first module", box=None, pad_edge=False)
-    for rule, modules in certificate.rules.items():
-        rules.add_row(rule, str(len(modules)), modules[0])
-    console.print(rules)
+def print_certificate(certificate: Certificate, title: str) -> None:
+    """Print a certificate: verdict, numbers, the rules that fired, and conventions."""
+    typer.echo(f"{title}\n{certificate}")
     for convention, modules in certificate.conventions.items():
-        console.print(f"convention: {convention} in {len(modules)} modules, such as {modules[0]}", markup=False)
+        typer.echo(f"convention: {convention} in {len(modules)} modules, such as {modules[0]}")

@@ -8,7 +8,7 @@ import typer
 
 from tensorlens.app import options
 from tensorlens.app.options import Certify, Json, LoadOptions, MapFile, Model, OtherTarget, TargetName, check_choice
-from tensorlens.app.printing import print_json, while_waiting
+from tensorlens.app.printing import print_json, save, teller, while_waiting
 from tensorlens.errors import InputError, LoadError
 from tensorlens.recommendations import QUESTIONS
 
@@ -20,7 +20,6 @@ Words = Annotated[
     typer.Argument(
         metavar="TEXT",
         help="A text in quotes, the path of an image, or - for standard input.",
-        show_default=False,
     ),
 ]
 For = Annotated[str, typer.Option("--for", help=f"What to find: a {', '.join(QUESTIONS[:-1])}, or as the paper does.")]
@@ -51,7 +50,7 @@ def explain_(
     lens = reading.lens(model)
     with while_waiting("Recording one pass of the model"):
         e = lens.explain(read, question, options.number(target), options.number(against), tokens=tokens)
-    say = _nothing if json else typer.echo  # which flushes, also into a pipe
+    say = teller(as_json=json)
     say("\n".join(e.lines()))
     with while_waiting("Computing the map"):
         e.map  # noqa: B018  # computed here
@@ -61,8 +60,7 @@ def explain_(
         with while_waiting("Measuring the certificate; --no-certify skips it"):
             line = e.badge()
         say(line)
-    if out is not None:
-        say(f"Wrote {e.save(out)}")
+    save(e, out, say)
     if json:
         print_json(_content(e))
 
@@ -92,10 +90,6 @@ def one_text(model: str, words: list[str]) -> str:
     raise InputError(
         f'Expected a text after the model: tensorlens explain {model} "The Eiffel Tower is in the city of"'
     )
-
-
-def _nothing(text: str) -> None:
-    """Say nothing: JSON stands alone."""
 
 
 def _content(e: Explanation) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def explore(
     from tensorlens.app.explorer.doors import LOOPBACK
     from tensorlens.app.explorer.library import open_library
 
-    library = open_library(names, partial(reading.lens, final_norm=final_norm))
+    library = open_library(names, partial(reading.lens, final_norm=final_norm), is_recommended=reading.rules is None)
     is_local = host in LOOPBACK
     if token is not None and len(token) < 12:
         raise InputError(

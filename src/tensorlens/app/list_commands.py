@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 
 from tensorlens.app.options import Json
-from tensorlens.app.printing import print_json, print_table
+from tensorlens.app.printing import print_json, print_rows
 
 
 def models(json: Json = False) -> None:
@@ -29,10 +28,11 @@ def models(json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    table = _table("model", "installed", "what it is", "licence")
+    shown = []
     for row in rows:
-        table.add_row(row["name"], "yes" if row["installed"] else "no", row["about"], row["licence"])
-    print_table(table)
+        told = {"model": row["name"], "installed": "yes" if row["installed"] else "no"}
+        shown.append(told | {"what it is": row["about"], "licence": row["licence"]})
+    print_rows(shown)
     missing = [row for row in rows if not row["installed"]]
     if missing:
         typer.echo("\nTo install one (weights only):")
@@ -50,14 +50,5 @@ def methods(json: Json = False) -> None:
 
     if json:
         print_json({name: method.summary for name, method in METHODS.items()})
-        return
-    table = _table("method", "what it shows")
-    for name, method in METHODS.items():
-        table.add_row(name, method.summary)
-    print_table(table)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(*columns, box=None, pad_edge=False, header_style="dim")
-    table.columns[0].no_wrap = True
-    return table
+    else:
+        print_rows([{"method": name, "what it shows": method.summary} for name, method in METHODS.items()])

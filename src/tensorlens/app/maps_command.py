@@ -48,15 +48,10 @@ class MapsChoices:
 
 def maps(
     model: Model,
-    data: Annotated[
-        str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, or a `datasets` folder.", show_default=False)
-    ],
+    data: Annotated[str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, or a `datasets` folder.")],
     out: Annotated[
         Path,
-        typer.Option(
-            help="Output: a .csv or .jsonl file, or a folder of parquet files. An existing run is resumed.",
-            show_default=False,
-        ),
+        typer.Option(help="Output: a .csv or .jsonl file, or a folder of parquet files. An existing run is resumed."),
     ],
     method: Annotated[str, typer.Option(help="A method (see `tensorlens methods`).")] = "tensor.in_class",
     target: TargetName = None,

@@ -17,7 +17,6 @@ import typer
 
 from tensorlens.app.printing import stage
 from tensorlens.errors import InputError
-from tensorlens.recommendations import recommended
 from tensorlens.recording.conventions import RULE_SETS, Rules
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
 """What a map can be saved as."""
-PASSAGE_RULES = str(recommended("passage").rules.name)
-"""The rule set of commands that ask which passage an answer rests on."""
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 Model = Annotated[
@@ -40,17 +37,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 FinalNorm = Annotated[bool, typer.Option(help="Take the output after the final norm.")]
 Certify = Annotated[bool, typer.Option(help="Measure the certificate and print it beside the map.")]
 TargetName = Annotated[
-    str | None,
-    typer.Option(help="The token, id or class to explain (default: the model's top prediction).", show_default=False),
+    str | None, typer.Option(help="The token, id or class to explain (default: the model's top prediction).")
 ]
-OtherTarget = Annotated[
-    str | None, typer.Option(help="Contrast target: explain --target minus this.", show_default=False)
+OtherTarget = Annotated[str | None, typer.Option(help="Contrast target: explain --target minus this.")]
+MapFile = Annotated[Path | None, typer.Option(help=f"File to write, by suffix: {' '.join(SUFFIXES)}.")]
+PageFile = Annotated[Path | None, typer.Option(help="File to write: .html (a page) or .json.")]
+LeftOut = Annotated[
+    list[str] | None, typer.Option(metavar="BLOCK:HEAD,…", help="Leave these heads out, such as 3:0,2. Repeatable.")
 ]
-MapFile = Annotated[
-    Path | None,
-    typer.Option(help="File to write, by suffix: .html .png .svg .pdf .json .csv .safetensors.", show_default=False),
-]
-RunFolder = Annotated[Path, typer.Option(help="Output folder. An existing run in it is resumed.", show_default=False)]
+RunFolder = Annotated[Path, typer.Option(help="Output folder. An existing run in it is resumed.")]
 NumberOfProcesses = Annotated[int, typer.Option(help="Number of worker processes on this machine.", min=1)]
 
 
@@ -102,16 +97,10 @@ class LoadOptions:
             "device": self.device or device,
             "dtype": self.dtype,
             "attention": self.attention,
-            "rules": Rules(include_final_norm=final_norm),
+            "rules": Rules.of(getattr(self, "rules", None), include_final_norm=final_norm),
             "trust_remote_code": self.trust_remote_code,
             "revision": self.revision,
         }
-
-
-RULES_HELP = (
-    f"Rule set, which decides what is kept fixed: {', '.join(RULE_SETS)} (default: {{default}}); or pairs such as "
-    "gate=half,attention=hold."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,27 +108,21 @@ class ModelOptions(LoadOptions):
     """How a model is loaded, and under which rules.
 
     Attributes:
-        rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them.
+        rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them; None for the default of the command.
     """
 
-    rules: Annotated[str, _option(RULES_HELP.format(default=RULE_SETS[0]))] = RULE_SETS[0]
+    rules: Annotated[
+        str | None,
+        _option(
+            f"Rule set, which decides what is kept fixed: {', '.join(RULE_SETS)}; or pairs such as gate=half (default: "
+            "paper; in answer and explore as `tensorlens explain` recommends)."
+        ),
+    ] = None
 
     def check(self, model: str) -> None:
         """Refuse an unknown rule set too."""
         Rules.of(self.rules)
         super().check(model)
-
-    def loading(self, *, final_norm: bool = True, device: str | None = None) -> dict[str, Any]:
-        """What `load` takes besides the name, with the rules that were chosen."""
-        rules = Rules.of(self.rules, include_final_norm=final_norm)
-        return super().loading(final_norm=final_norm, device=device) | {"rules": rules}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassageOptions(ModelOptions):
-    """`ModelOptions` whose default is the rule set that finds passages."""
-
-    rules: Annotated[str, _option(RULES_HELP.format(default=PASSAGE_RULES))] = PASSAGE_RULES
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
@@ -191,10 +174,11 @@ def read_input(value: str, *, images: bool = True) -> str:
     return text
 
 
-def check_choice(option: str, given: str, known: Sequence[str]) -> None:
-    """Refuse a value that an option does not take."""
-    if given not in known:
-        raise InputError(f"`--{option}` must be one of {', '.join(known)}; got {given!r}.")
+def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
+    """Refuse a value that an option does not take; None was not given."""
+    if given is not None and given not in known:
+        either = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+        raise InputError(f"`--{option}` must be {either}; got {given!r}.")
 
 
 def listed(text: str | None) -> list[str]:
@@ -254,13 +238,19 @@ def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
     return chosen
 
 
-def target_of(target: str | None, against: str | None) -> Any:
-    """A target, or a pair for a contrast. A number is an id or class index."""
+def two_targets(target: str | None, against: str | None) -> tuple[str | int | None, str | int | None]:
+    """The target and the contrast target. Digits are an id or class index."""
     if against is not None and target is None:
         raise InputError("`--against` is the contrast target; pass the target itself with `--target`.")
     if against is not None and target == against:
         raise InputError(f"The two targets of a contrast must differ; both are {target!r}.")
-    return number(target) if against is None else (number(target), number(against))
+    return number(target), number(against)
+
+
+def target_of(target: str | None, against: str | None) -> Any:
+    """A target, or a pair for a contrast."""
+    first, second = two_targets(target, against)
+    return first if second is None else (first, second)
 
 
 def number(target: str | None) -> str | int | None:

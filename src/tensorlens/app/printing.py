@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tensorlens.strict_json import to_json
+from tensorlens.views.captions import badge
+
+if TYPE_CHECKING:
+    from tensorlens.maps.token_map import TokenMap
+    from tensorlens.tensor import AttentionTensor
+
+Say = Callable[[str], None]
 
 
 def stage(name: str) -> None:
@@ -38,24 +46,63 @@ def while_waiting(name: str) -> Iterator[None]:
         timer.cancel()
 
 
+def teller(*, as_json: bool) -> Say:
+    """How a command talks to people: not at all beside JSON. What is said is flushed, also into a pipe."""
+    return (lambda text: None) if as_json else typer.echo
+
+
+def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
+    """The map with its certificate, which is also said in one line."""
+    from msgspec.structs import replace
+
+    with while_waiting("Measuring the certificate; --no-certify skips it"):
+        certificate = T.certificate()
+    say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
+    return replace(found, meta=found.meta | {"certificate": T.meta()["certificate"]})
+
+
+def show_map(found: TokenMap, say: Say, *, is_saved: bool) -> None:
+    """Say a map before its certificate; one that goes into a file, by what its rows sum to."""
+    from msgspec.structs import replace
+
+    if not is_saved:
+        replace(found, meta={key: value for key, value in found.meta.items() if key != "certificate"}).show()
+    several = found.shape[0] > 1 and found.view().answer is not None
+    for label, line in zip(found.out_tokens, found.view().sums if is_saved or several else (), strict=False):
+        say(f"{label.strip()}: {line}." if several else f"{line[:1].upper()}{line[1:]}.")
+
+
+def map_content(found: TokenMap) -> dict[str, Any]:
+    """A map as plain values, without its picture."""
+    return {
+        "method": found.method,
+        "out_tokens": found.out_tokens,
+        "in_tokens": found.in_tokens,
+        "scores": found.scores.tolist(),
+        "bias_share": found.bias_share.tolist(),
+        "meta": {name: value for name, value in found.meta.items() if name != "image"},
+    }
+
+
+def save(found: Any, out: Path | None, say: Say) -> None:
+    """Write a record where `--out` says."""
+    if out is not None:
+        say(f"Wrote {found.save(out)}")
+
+
 def print_json(content: Any) -> None:
     """Print JSON that every reader takes: NaN and infinity become null."""
     typer.echo(to_json(content))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same keys as a table."""
+    """Print rows with the same keys as a table; outside a terminal as wide as its cells, so that no cell is broken."""
     table = Table(*rows[0], box=None, pad_edge=False, header_style="dim")
+    table.columns[0].no_wrap = True
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row.values()))
-    print_table(table)
-
-
-def print_table(table: Table) -> None:
-    """Print a table; outside a terminal as wide as its cells, so that no cell is broken."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(
-            console.width, Measurement.get(console, console.options.update(width=10_000), table).maximum
-        )
+        widest = Measurement.get(console, console.options.update(width=10_000), table).maximum
+        console.width = max(console.width, widest)
     console.print(table)

@@ -1,4 +1,11 @@
-"""`Ablation`: the model run with components switched off, beside what T said of it."""
+r"""`Ablation`: the model run with components switched off, beside what T said of it.
+
+With the components of a set S held at other values at once, the frozen target changes by
+
+    Δt = Σ_{c ∈ S} ⟨λ_c^S, y_c' − y_c⟩,   λ_c^S = λ_c − Σ_{c' ∈ S after c} (∂y_{c'}/∂y_c)ᵀ λ_{c'}^S:
+
+a path that passes through another of them is cut there. What the model itself does is in `seats`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.edits import parts, predicted_change
-from tensorlens.inside.seats import Edit, Editable, edited_logits, readout_of_model
+from tensorlens.inside.block import Part
+from tensorlens.inside.seats import Edit, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Said
@@ -92,9 +99,10 @@ def ablation(
     """
     if to not in ("zero", "mean"):
         raise InputError(f"`to` must be 'zero' or 'mean'; got {to!r}.")
-    run = Pass(asked.operator, asked.weights, asked.out_token)
+    run = asked.run()
     chosen = _chosen(run, components)
-    edits = [Edit(part, value) for part, value in zip(chosen, _values(run, chosen, to, over), strict=True)]
+    values = _values(run, chosen, to, over)
+    edits = [Edit(part, values[part.component]) for part in chosen]
     (logits,) = edited_logits(run, [edits])
     if logits is None:
         raise MethodError(
@@ -102,7 +110,10 @@ def ablation(
             f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without. "
             "Use `T.components`, which needs no run."
         )
-    predicted = predicted_change(run, edits)
+    kept = {part.slot: torch.ones_like(run.values(part.block)[part.slot]) for part in chosen}
+    for part in chosen:
+        part.of(kept[part.slot]).zero_()
+    predicted = sum(run.effects(chosen, lambda part: values[part.component] - run.written(part), kept))
     before = run.recording.logits(readout_of_model(run.recording), run.out_token)[0]
     assert asked.classes is not None, "a target has classes"
     return Ablation(
@@ -110,7 +121,7 @@ def ablation(
         to=to,
         target=asked.name,
         value=run.value,
-        predicted=run.value + predicted,
+        predicted=run.value + float(predicted),
         true=run.read(logits),
         before=asked.classes.said(in_float64(before).softmax(-1)),
         after=asked.classes.said(in_float64(logits).softmax(-1)),
@@ -118,66 +129,48 @@ def ablation(
     )
 
 
-def _chosen(run: Pass, components: Any) -> list[Editable]:
-    known: dict[Any, Editable] = {part.component: part for block in reversed(run.downwards) for part in parts(block)}
-    by_name: dict[Any, Editable] = {str(component): part for component, part in known.items()}
-    heads: dict[Any, Editable] = {(c.block, c.head): part for c, part in known.items() if c.kind == "attention head"}
-    single = isinstance(components, (str, Component)) or _is_pair(components)
-    found: list[Editable] = []
-    for one in [components] if single else _listed(components):
-        by = heads if _is_pair(one) else known if isinstance(one, Component) else by_name
-        part = by.get(one) if isinstance(one, Hashable) else None
+def _chosen(run: Pass, components: Any) -> list[Part]:
+    known: dict[Any, Part] = {**run.parts}
+    known |= {str(component): part for component, part in run.parts.items()}
+    known |= {(c.block, c.head): part for c, part in run.parts.items() if c.kind == "attention head"}
+    is_pair = isinstance(components, tuple) and all(type(n) is int for n in components)
+    if is_pair or isinstance(components, (str, Component)) or not isinstance(components, Iterable):
+        components = [components]
+    found: dict[Component, Part] = {}
+    for one in (getattr(one, "component", one) for one in components):
+        part = known.get(one) if isinstance(one, Hashable) else None
         if part is None:
-            some = ", ".join(repr(name) for name in list(by_name)[:3])
+            some = ", ".join(repr(str(component)) for component in list(run.parts)[:3])
             raise InputError(
                 f"This model has no component {one!r} that can be switched off; expected a head as (block, head), a "
                 f"component of `T.components`, or a name such as {some}."
             )
-        found.append(part)
+        found[part.component] = part
     if not found:
         raise InputError("Expected at least one component to switch off; got none.")
+    return list(found.values())
+
+
+def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[FrozenOperator]) -> dict[Component, Tensor]:
+    """What stands in the place of each part."""
+    if to == "zero":
+        return {part.component: torch.zeros_like(run.written(part)) for part in chosen}
+    runs = [Pass(one, run.weights, 0 if one.recording.pools else one.shape[0] - 1) for one in over] or [run]
+    found = dict[Component, Tensor]()
+    for part in chosen:
+        states = torch.cat([_by_token(one, one.parts[part.component]) for one in runs])  # (token of any input, channel)
+        found[part.component] = _at_every_token(run, part, states.mean(0))
     return found
 
 
-def _listed(components: Any) -> list[Any]:
-    if not isinstance(components, Iterable):
-        raise InputError(f"Expected components in a list; got {type(components).__name__}.")
-    return [getattr(one, "component", one) for one in components]
+def _by_token(run: Pass, part: Part) -> Tensor:
+    """What a part wrote, (token, channel)."""
+    value = run.written(part)
+    return value if part.head is not None else run.block(part.block).to_tokens(value)[0]
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(number) is int for number in value)
-
-
-def _values(run: Pass, chosen: list[Editable], to: Replacement, over: Sequence[FrozenOperator]) -> list[Tensor]:
-    """What stands in the place of each part."""
-    if to == "zero":
-        return [torch.zeros_like(_value(run, part)) for part in chosen]
-    sums, n_tokens = [_over_tokens(run, part) for part in chosen], [run.block(part.block).n_tokens for part in chosen]
-    if over:
-        sums, n_tokens = [torch.zeros_like(one) for one in sums], [0] * len(sums)
-    for operator in over:
-        other = Pass(operator, run.weights, 0 if operator.recording.pools else operator.shape[0] - 1)
-        for i, part in enumerate(chosen):
-            same = next(one for one in parts(other.block(part.block)) if one.component == part.component)
-            sums[i] = sums[i] + _over_tokens(other, same)
-            n_tokens[i] += other.block(part.block).n_tokens
-    return [_at_every_token(run, part, one / n) for part, one, n in zip(chosen, sums, n_tokens, strict=True)]
-
-
-def _value(run: Pass, part: Editable) -> Tensor:
-    return part.of(run.values(part.block)[part.slot])
-
-
-def _over_tokens(run: Pass, part: Editable) -> Tensor:
-    """The sum of what a part wrote over tokens, (channel,)."""
-    value = _value(run, part)
-    return value.sum(0) if part.head is not None else run.block(part.block).to_tokens(value)[0].sum(0)
-
-
-def _at_every_token(run: Pass, part: Editable, vector: Tensor) -> Tensor:
-    value = _value(run, part)
+def _at_every_token(run: Pass, part: Part, vector: Tensor) -> Tensor:
+    value, block = run.written(part), run.block(part.block)
     if part.head is not None:
         return vector.expand_as(value)
-    block = run.block(part.block)
     return block.from_tokens(vector.expand(1, block.n_tokens, -1), value.shape)

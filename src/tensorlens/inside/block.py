@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tensorlens.inside.dictionary import Dictionary
-from tensorlens.inside.stream import ExpertRows, Stream, StreamSum, Write, expert_rows
+from tensorlens.inside.stream import Component, ExpertRows, Stream, StreamSum, Write, expert_rows
 from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
@@ -34,6 +34,46 @@ class Finer(NamedTuple):
     neurons: frozenset[int] = frozenset()
     experts: frozenset[int] = frozenset()
     features: Mapping[int, Dictionary] = MappingProxyType({})
+
+
+class Part(NamedTuple):
+    """A component of a block where it is written: a whole write, or one head of what it mixed.
+
+    Attributes:
+        component: Which one.
+        slot: What holds it.
+        write: What it is written by.
+        place: Before which sum of its block it reads the stream, the last counted first.
+    """
+
+    component: Component
+    slot: int
+    write: Write
+    place: int
+
+    @property
+    def block(self) -> int:
+        """Its block."""
+        assert self.component.block is not None, "a part is in a block"
+        return self.component.block
+
+    @property
+    def head(self) -> int | None:
+        """Its head, if it is one."""
+        return self.component.head
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its own part of what the slot holds; of a head (token, channel). A view."""
+        # A mixture is (…, head, token, channel), and the axes before it are of size one.
+        return x if self.head is None else x.flatten(0, -3)[self.head]
+
+    def alone(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
+        """What the slot holds, with everything but this head, and but some of its tokens, set to zero."""
+        if self.head is None:
+            return x
+        found = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        self.of(found)[tokens].copy_(self.of(x)[tokens])
+        return found
 
 
 class Block:
@@ -108,6 +148,19 @@ class Block:
         shape = self.specs[write.mixtures[0].slot].shape
         is_told = len(shape) == 3 or len(shape) == 4 and shape[0] == 1
         return write.mixtures[0] if is_told and shape[-2] == self.n_tokens else None
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """Writes, each with its heads after it, in the order of the pass; none if they cannot be told apart."""
+        places = {write.slot: place for place, one in enumerate(self.sums or ()) for write in one.writes}
+        found = list[Part]()
+        for write, kind in self.writes:
+            found.append(Part(Component(block=self.n, kind=kind), write.slot, write, places[write.slot]))
+            mixture = self.heads_of(write)
+            for head in range(0 if mixture is None else self.specs[mixture.slot].shape[-3]):
+                component = Component(block=self.n, kind=f"{kind} head", head=head)
+                found.append(Part(component, write.mixtures[0].slot, write, places[write.slot]))
+        return found
 
     def neurons(self, write: Write) -> int | None:
         """The slot whose channels are the neurons of a feed-forward, where they are asked for."""
@@ -274,6 +327,21 @@ class StreamPass:
     def downwards(self) -> list[Block]:
         """The blocks from the last to the first; for a long input only one is in memory at a time."""
         return list(reversed(self._blocks.values()))
+
+    @cached_property
+    def parts(self) -> dict[Component, Part]:
+        """All writes and heads by component, in the order of the pass."""
+        return {part.component: part for block in self._blocks.values() for part in block.parts}
+
+    @property
+    def error_shares(self) -> dict[str, Any]:
+        """What records say of the dictionaries: the part of the variance of each block's write that is error."""
+        shares = {str(n): parts.share for n, parts in sorted(self.kept_features.items())}
+        return {"error_share": shares} if shares else {}
+
+    def written(self, part: Part) -> Tensor:
+        """What a part holds at X."""
+        return part.of(self.values(part.block)[part.slot])
 
     def entry(self, n: int) -> int:
         """The slot of the state that enters block n."""

@@ -327,8 +327,7 @@ def circuit(
     pairs, sums, asked = list[InputPair](), list[tuple[Tensor, Tensor]](), None
     for one, other, wanted in tqdm(items, unit=" pairs", disable=None if progress is None else not progress):
         cancel.check()
-        T = lens(one)
-        asked = Explained.at(T.operator, T.context, T.meta(), out_token, wanted)
+        asked = Explained.of(lens(one), out_token, wanted)
         pair, found = _scored(lens, asked, other, steps if scores == "integrated" else None)
         pairs.append(pair)
         sums.append(found)
@@ -364,7 +363,7 @@ def _items(clean: Any, corrupted: Any, target: Any) -> list[tuple[Any, Any, Any]
 
 def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> tuple[InputPair, tuple[Tensor, Tensor]]:
     """A pair, and the scores of its edges (reader, writer) and writers (writer,)."""
-    run = Pass(asked.operator, asked.weights, asked.out_token)
+    run = asked.run()
     wiring, specimen = CircuitWiring(run), lens.specimen
     arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
     own = run.recording.from_model("A circuit").inputs

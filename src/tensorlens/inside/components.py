@@ -15,7 +15,7 @@ from tensorlens.errors import InputError, check_whole
 from tensorlens.inside.block import Finer
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.inside.walk import Row, Walk, whole_row, write_rows
+from tensorlens.inside.walk import Row, whole_row, write_rows
 from tensorlens.records import Record, as_array
 from tensorlens.views.captions import headline_of
 from tensorlens.views.printing import heading, table
@@ -155,14 +155,11 @@ class Found:
 
 def component_map(asked: Explained, effect: Effect, finer: Finer | None = None) -> ComponentMap:
     """All components of a target, as a record."""
-    run = Pass(asked.operator, asked.weights, asked.out_token, finer)
+    run = asked.run(finer)
     found, meta = find_components(run, effect), asked.meta
     if run.side_channel is not None:
         meta = meta | {"flow": f"of the state alone: {run.side_channel} also reads what earlier blocks left for it"}
-    if run.kept_features:
-        shares = {str(n): parts.share for n, parts in sorted(run.kept_features.items())}
-        meta = meta | {"error_share": shares}
-    return found.as_map(effect, run, replace(asked, meta=meta))
+    return found.as_map(effect, run, replace(asked, meta=meta | run.error_shares))
 
 
 def find_components(run: Pass, effect: Effect) -> Found:
@@ -179,7 +176,7 @@ def find_components(run: Pass, effect: Effect) -> Found:
 
 def total(run: Pass) -> Found:
     r"""$e_c = ⟨\partial t/\partial y_c, y_c⟩$ for every component, and $⟨λ^n_j, X^n_j⟩$ for every depth and token."""
-    flow, groups = [_after_last(run)], list[list[Row]]()
+    flow, groups = [run.reached()], list[list[Row]]()
     for block in run.downwards:
         at = {slot: u[None] for slot, u in run.cotangents(block.n).items()}
         if block.sums is None:
@@ -187,24 +184,18 @@ def total(run: Pass) -> Found:
         else:
             rows = [row for write, kind in block.writes for row in write_rows(block, write, kind, at)]
         groups.append([Row(row.component, row.scores[0]) for row in rows])
-        flow.append(_carried(run, block.n))
+        flow.append(carried(run, block.n))
     rows = [row for group in reversed(groups) for row in group]
     return Found([Row(Component(kind="embedding"), flow[-1]), *rows], flow[::-1])
 
 
-def _carried(run: Pass, n: int) -> Tensor:
+def carried(run: Pass, n: int) -> Tensor:
     """What depth n carries: the state that enters block n; with an encoder, what waits beside it too."""
     waiting, values, parts = run.waiting(n), run.pieces.at_cuts, []
     for slot in run.recording.slots[n]:
         u = waiting.get(slot, torch.zeros_like(values[slot]))
         parts.append((u * values[slot])[0].sum(-1))
     return torch.cat([part.to(parts[-1].device) for part in parts])
-
-
-def _after_last(run: Pass) -> Tensor:
-    """What the state that leaves the last block carries."""
-    block = run.block(run.stop - 1)
-    return block.by_token((run.waiting(run.stop)[block.exit] * block.values[block.exit])[None])[0]
 
 
 # Direct effects -------------------------------------------------------------------------------------------------------
@@ -217,8 +208,8 @@ def direct(run: Pass) -> Found:
     between two places of the stream $s' = A s + c$, they give $⟨λ', s'⟩ - ⟨λ, s⟩$; those of the head stand at the
     output explained. All scores sum to the target.
     """
-    walk, reached, head = from_target(run)
-    flow, groups = [reached], list[list[Row]]()
+    walk, head = run.from_target()
+    flow, groups = [run.reached()], list[list[Row]]()
     for block in run.downwards:
         if block.n + 1 == run.recording.n_encoder_blocks and block.n + 1 < run.stop:
             break  # the encoder is read by components of the decoder only
@@ -228,11 +219,3 @@ def direct(run: Pass) -> Found:
     flow += [flow[-1]] * n_missing  # depths within the encoder: the decoder's embedding is all that crosses
     rows = [Row(row.component, row.scores[0]) for group in reversed(groups) for row in group]
     return Found([Row(Component(kind="embedding"), flow[-1]), *rows, Row(Component(kind="bias"), head)], flow[::-1])
-
-
-def from_target(run: Pass) -> tuple[Walk, Tensor, Tensor]:
-    """A walk down from the target; what the last state carries at each token, and what the constants of the head do."""
-    reached = _after_last(run)
-    head = torch.zeros_like(reached)
-    head[run.out_token] = run.value - reached.sum()
-    return Walk(run, run.waiting(run.stop)[run.block(run.stop - 1).exit][None]), reached, head

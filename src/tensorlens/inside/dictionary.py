@@ -24,13 +24,12 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.files import write_whole
+from tensorlens.maps.targets import Feature
 from tensorlens.strict_json import to_json
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
 """What features read: what the component gives, what it takes (behind its norm), or the stream before the norm."""
-
-Activation = Literal["relu", "jumprelu", "topk"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +39,8 @@ class Encoder:
     Attributes:
         weight: (feature, channel).
         bias: (feature,).
-        threshold: (feature,): for ``"jumprelu"``.
-        activation: What makes them sparse.
-        k: For ``"topk"``: how many are active at a token.
+        threshold: (feature,): below it a feature is not active (JumpReLU).
+        k: How many are active at a token (top-k); without either, those above zero (ReLU).
         block: The block that they read; the one of what they write if None.
         reads: Where in it.
     """
@@ -50,7 +48,6 @@ class Encoder:
     weight: Tensor
     bias: Tensor
     threshold: Tensor | None = None
-    activation: Activation = "relu"
     k: int | None = None
     block: int | None = None
     reads: Reads = "output"
@@ -58,23 +55,20 @@ class Encoder:
     def __post_init__(self) -> None:
         """Check that shapes and choices belong together."""
         n = len(self.weight)
-        if self.weight.dim() != 2 or self.bias.shape != (n,) or self.activation not in get_args(Activation):
-            raise InputError(f"Expected rows of an encoder with a bias each; got {tuple(self.weight.shape)}.")
-        if (self.activation == "jumprelu") != (self.threshold is not None) or (self.activation == "topk") == (
-            self.k is None
-        ):
-            raise InputError(f"A {self.activation} encoder does not match its threshold or k.")
+        if self.weight.dim() != 2 or self.bias.shape != (n,) or self.k and self.threshold is not None:
+            raise InputError(
+                f"Expected rows of an encoder with a bias each, and a threshold or k; got {tuple(self.weight.shape)}."
+            )
         if self.reads not in get_args(Reads):
             raise InputError(f"`reads` must be one of {', '.join(get_args(Reads))}; got {self.reads!r:.60}.")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Activations (token, feature) of states (token, channel)."""
         before = torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
-        if self.activation == "jumprelu":
-            assert self.threshold is not None, "checked"
+        if self.threshold is not None:
             return torch.where(before > self.threshold.to(x), before, 0).relu()
-        if self.activation == "topk":
-            best = before.topk(min(self.k or 1, before.shape[-1]), dim=-1)
+        if self.k is not None:
+            best = before.topk(min(self.k, before.shape[-1]), dim=-1)
             return torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
         return before.relu()
 
@@ -114,6 +108,21 @@ class Dictionary:
         """How many features it has."""
         return sum(len(one.weight) for one in self.encoders)
 
+    def feature(self, number: int, block: int | None = None) -> Feature:
+        """A feature as the target of `T.components`, `T.graph` and of the method ``tensor.in_class`` of `T.map`.
+
+        Args:
+            number: Which one; of a cross-layer dictionary, of those that read this block.
+            block: The block that it takes apart; by default the one that it was made for.
+        """
+        block = self.meta.get("block") if block is None else block
+        found = next((one for one in self.encoders if one.block in (None, block)), None)
+        if type(block) is not int or block < 0 or found is None:
+            raise InputError(f"Expected the block whose features these are; got {block!r:.40}.")
+        k = check_whole(number, "number", 0, len(found.weight) - 1)
+        row, bias = found.weight[k], float(found.bias[k])
+        return Feature(number=k, block=block, row=row, bias=bias, component=self.component, reads=found.reads)
+
     def __repr__(self) -> str:
         """One line: sizes."""
         return f"Dictionary({self.n_features} features × {len(self.bias)} channels of the {self.component})"
@@ -143,7 +152,7 @@ class Dictionary:
                 return _from_cross_layer(folder)
             layers = {int(m[1]): p for p in folder.glob("*.safetensors") if (m := re.fullmatch(r"layer_(\d+)", p.stem))}
             if layers:
-                return {n: _from_transcoder(load_file(path)) for n, path in sorted(layers.items())}
+                return {n: _from_transcoder(load_file(path), n) for n, path in sorted(layers.items())}
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             if isinstance(error, InputError):
                 raise
@@ -217,9 +226,9 @@ class Dictionary:
         hooks = {"output": "hook_mlp_out", "input": "ln2.hook_normalized", "stream": "hook_resid_mid"}
         part = "hook_attn_out" if self.component == "attention" else "hook_mlp_out"
         block = encoder.block or self.meta.get("block") or 0
+        kind = "jumprelu" if encoder.threshold is not None else "standard" if encoder.k is None else "topk"
         config = {
-            "architecture": {"relu": "standard"}.get(encoder.activation, encoder.activation)
-            + ("" if encoder.reads == "output" else "_transcoder"),
+            "architecture": f"{kind}{'' if encoder.reads == 'output' else '_transcoder'}",
             "d_in": encoder.weight.shape[1],
             "d_sae": len(encoder.weight),
             "dtype": str(encoder.weight.dtype).removeprefix("torch."),
@@ -252,14 +261,10 @@ def _from_saelens(folder: Path) -> Dictionary:
     threshold, k = tensors.get("threshold"), config.get("k")
     k = k if k is not None else (config.get("activation_fn_kwargs") or {}).get("k")
     is_topk = "topk" in str(config.get("architecture")) or config.get("activation_fn_str") == "topk"
-    encoder = Encoder(
-        weight=weight,
-        bias=bias,
-        threshold=threshold,
-        activation="jumprelu" if threshold is not None else "topk" if is_topk else "relu",
-        k=int(k) if is_topk and k is not None else None,
-        reads=_place(name, out),
-    )
+    if is_topk and k is None:
+        raise InputError(f"Expected `k` in the cfg.json of a top-k dictionary; {folder.name!r} has none.")
+    k = None if k is None or not is_topk or threshold is not None else int(k)
+    encoder = Encoder(weight=weight, bias=bias, threshold=threshold, k=k, reads=_place(name, out))
     kind = "attention" if "attn" in out else "feed-forward"
     found = re.search(r"(\d+)", out)
     meta = {"format": "saelens", "hook": out} | ({"block": int(found[1])} if found else {})
@@ -280,19 +285,17 @@ def _place(name: str, out: str) -> Reads:
     return "input" if name.endswith(("normalized", "mlp.hook_in")) else "stream"
 
 
-def _from_transcoder(tensors: Mapping[str, Tensor]) -> Dictionary:
-    """One layer of circuit-tracer's: rows are features in encoder and decoder."""
+def _transcoder(tensors: Mapping[str, Tensor], weight: str, bias: str, threshold: str, block: int) -> Encoder:
+    """An encoder of circuit-tracer's: rows are features, which read the stream."""
     if "W_skip" in tensors:
         raise InputError("A transcoder with a skip connection is not a sum of features; expected one without.")
-    threshold = tensors.get("activation_function.threshold")
-    encoder = Encoder(
-        weight=tensors["W_enc"],
-        bias=tensors["b_enc"],
-        threshold=threshold,
-        activation="relu" if threshold is None else "jumprelu",
-        reads="stream",
-    )
-    meta = {"format": "circuit-tracer"}
+    least = tensors[threshold].flatten() if threshold in tensors else None
+    return Encoder(weight=tensors[weight], bias=tensors[bias], threshold=least, block=block, reads="stream")
+
+
+def _from_transcoder(tensors: Mapping[str, Tensor], n: int) -> Dictionary:
+    encoder = _transcoder(tensors, "W_enc", "b_enc", "activation_function.threshold", n)
+    meta = {"format": "circuit-tracer", "block": n}
     return Dictionary(encoders=(encoder,), decoders=(tensors["W_dec"],), bias=tensors["b_dec"], meta=meta)
 
 
@@ -301,19 +304,7 @@ def _from_cross_layer(folder: Path) -> dict[int, Dictionary]:
     n = len(list(folder.glob("W_enc_*.safetensors")))
     read = [load_file(folder / f"W_enc_{i}.safetensors") for i in range(n)]
     write = [load_file(folder / f"W_dec_{i}.safetensors")[f"W_dec_{i}"] for i in range(n)]  # (feature, later, channel)
-    encoders = []
-    for i, tensors in enumerate(read):
-        threshold = tensors.get(f"threshold_{i}")
-        encoders.append(
-            Encoder(
-                weight=tensors[f"W_enc_{i}"],
-                bias=tensors[f"b_enc_{i}"],
-                threshold=None if threshold is None else threshold.flatten(),
-                activation="relu" if threshold is None else "jumprelu",
-                block=i,
-                reads="stream",
-            )
-        )
+    encoders = [_transcoder(one, f"W_enc_{i}", f"b_enc_{i}", f"threshold_{i}", i) for i, one in enumerate(read)]
     return {
         m: Dictionary(
             encoders=tuple(encoders[: m + 1]),

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, normalize
 from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.dictionary import Encoder
-from tensorlens.inside.edits import parts
 from tensorlens.inside.seats import readout_of_model, seat_of
 from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import state_of
 
-Kind = Literal["dictionary", "transcoder"]
 HELD_OUT = 0.1
 """Share of the tokens by which the error is measured."""
 REVIVED_EVERY = 200
@@ -34,7 +33,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
     if not 0 <= block < T.n_blocks:
         raise InputError(f"This operator has no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
     run = Pass(T.operator, {0: 1.0}, T.shape[0] - 1)
-    own = [part for part in parts(run.block(block)) if part.component.kind == "feed-forward"]
+    own = [part for part in run.block(block).parts if part.component.kind == "feed-forward"]
     seat = seat_of(run, own[0]) if own else None
     if seat is None:
         raise MethodError(f"No single module outputs the feed-forward of block {block}; a dictionary needs one.")
@@ -67,54 +66,38 @@ def trained_parts(
     held, own = order[:n_held].to(x.device), order[n_held:].to(x.device)
     if len(own) < n_features // 8 or k > n_features:
         raise InputError(f"Expected more tokens than {len(own)} for {n_features} features, and k at most as many.")
-    with torch.enable_grad():
-        made = _optimised(x, y, own, n_features, k, steps, batch_size, generator, progress)
-    weight, bias, decoder, centre = (one.detach() for one in made)
-    encoder = Encoder(weight=weight, bias=bias, activation="topk", k=k)
-    rest = y[held] - centre - encoder(x[held]) @ decoder
-    share = float(rest.square().sum() / (y[held] - y[held].mean(0)).square().sum())
-    return encoder, decoder, centre, share
-
-
-def _optimised(
-    x: Tensor,
-    y: Tensor,
-    own: Tensor,
-    n_features: int,
-    k: int,
-    steps: int,
-    batch_size: int,
-    generator: torch.Generator,
-    progress: bool | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = float(y[own].std()) or 1.0
-    decoder = torch.nn.functional.normalize(torch.randn(n_features, y.shape[1], generator=generator), dim=1).to(y)
-    start = (
-        decoder
-        if x.shape == y.shape and torch.equal(x, y)
-        else torch.randn(n_features, x.shape[1], generator=generator).to(x) / x.shape[1] ** 0.5
+    decoder = normalize(torch.randn(n_features, y.shape[1], generator=generator), dim=1).to(y)
+    is_same = x.shape == y.shape and torch.equal(x, y)
+    first = (
+        torch.randn(n_features, x.shape[1], generator=generator).to(x) / x.shape[1] ** 0.5 if not is_same else decoder
     )
-    weight, bias, centre = start.clone(), x.new_zeros(n_features), y[own].mean(0)
-    made = [one.requires_grad_() for one in (weight, bias, decoder.clone(), centre)]
+    made = [one.clone().requires_grad_() for one in (first, x.new_zeros(n_features), decoder, y[own].mean(0))]
+    weight, bias, decoder, centre = made
     optimiser = torch.optim.Adam(made, lr=1e-3)
     seen = torch.zeros(n_features, dtype=torch.bool, device=x.device)
     for step in tqdm(range(steps), unit=" steps", disable=None if progress is None else not progress):
         cancel.check()
         some = own[torch.randint(len(own), (batch_size,), generator=generator).to(own.device)]
-        before = torch.nn.functional.linear(x[some], made[0], made[1])
-        best = before.topk(k, dim=-1)
-        f = torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
-        rest = (y[some] - made[3] - f @ made[2]) / scale
-        rest.square().mean().backward()
+        with torch.enable_grad():
+            before = linear(x[some], weight, bias)
+            best = before.topk(k, dim=-1)
+            f = torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
+            rest = (y[some] - centre - f @ decoder) / scale
+            rest.square().mean().backward()
         optimiser.step()
         optimiser.zero_grad()
         with torch.no_grad():
-            made[2].copy_(torch.nn.functional.normalize(made[2], dim=1))
+            decoder.copy_(normalize(decoder, dim=1))
             seen[best.indices[best.values > 0]] = True
             if step % REVIVED_EVERY == REVIVED_EVERY - 1 and step < steps - REVIVED_EVERY:
                 _revive(made, seen, x[some], rest)
                 seen.zero_()
-    return made[0], made[1], made[2], made[3]
+    weight, bias, decoder, centre = (one.detach() for one in made)
+    encoder = Encoder(weight=weight, bias=bias, k=k)
+    rest = y[held] - centre - encoder(x[held]) @ decoder
+    share = float(rest.square().sum() / (y[held] - y[held].mean(0)).square().sum())
+    return encoder, decoder, centre, share
 
 
 def _revive(made: list[Tensor], seen: Tensor, x: Tensor, rest: Tensor) -> None:
@@ -122,6 +105,6 @@ def _revive(made: list[Tensor], seen: Tensor, x: Tensor, rest: Tensor) -> None:
     dead = (~seen).nonzero()[:, 0]
     worst = rest.square().sum(1).argsort(descending=True)[: len(dead)]
     dead = dead[: len(worst)]
-    made[2][dead] = torch.nn.functional.normalize(rest[worst], dim=1)
-    made[0][dead] = torch.nn.functional.normalize(x[worst] - x.mean(0), dim=1) * made[0].norm(dim=1).mean()
+    made[2][dead] = normalize(rest[worst], dim=1)
+    made[0][dead] = normalize(x[worst] - x.mean(0), dim=1) * made[0].norm(dim=1).mean()
     made[1][dead] = 0

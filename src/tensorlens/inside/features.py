@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.inside.dictionary import Dictionary, Encoder
+from tensorlens.inside.dictionary import Dictionary
 from tensorlens.inside.stream import Component, Write
 
 if TYPE_CHECKING:
@@ -24,15 +24,21 @@ class ActiveFeature:
         component: Its name.
         activation: f_k (token,).
         write: d_k (channel,).
+        written: The slot of what it is a part of.
         read: Its row of the encoder (channel,).
-        encoder: The encoder it belongs to.
+        block: The block that it reads.
+        slot: What it reads there.
+        place: Before which sum of that block the stream leads to it.
     """
 
     component: Component
     activation: Tensor
     write: Tensor
+    written: int
     read: Tensor
-    encoder: Encoder
+    block: int
+    slot: int
+    place: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,32 +71,31 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
     found = list[ActiveFeature]()
     rest = y - dictionary.bias.to(y)
     for encoder, decoder in zip(dictionary.encoders, dictionary.decoders, strict=True):
-        n = block.n if encoder.block is None else encoder.block
-        own = block.run.block(n)
-        slot = read_slot(own, write, encoder)
+        own = block.run.block(block.n if encoder.block is None else encoder.block)
+        slot, place = read_slot(own, dictionary.component if own.n == block.n else "feed-forward", encoder.reads)
         f = encoder(own.to_tokens(own.values_of([slot])[slot])[0])
         active = f.any(0).nonzero()[:, 0]
-        kind = "feature" if n == block.n else f"feature of block {n}"
+        kind = "feature" if own.n == block.n else f"feature of block {own.n}"
         vectors, rows = decoder.to(y)[active], encoder.weight.to(y)[active]
         rest = rest - f[:, active] @ vectors
-        found += [
-            ActiveFeature(Component(block=block.n, kind=kind, feature=k), f[:, k], vectors[i], rows[i], encoder)
-            for i, k in enumerate(active.tolist())
-        ]
+        for i, k in enumerate(active.tolist()):
+            name = Component(block=block.n, kind=kind, feature=k)
+            found.append(ActiveFeature(name, f[:, k], vectors[i], write.slot, rows[i], own.n, slot, place))
     share = float(rest.square().sum() / (y - y.mean(0)).square().sum().clamp_min(torch.finfo(y.dtype).tiny))
     return FeatureParts(tuple(found), dictionary.bias.to(y), rest, share)
 
 
-def read_slot(block: Block, write: Write, encoder: Encoder) -> int:
-    """The slot that an encoder reads in a block: of the write itself, before its norm, or behind it."""
-    if encoder.block is not None and encoder.block != block.n or write not in [one for one, _ in block.writes]:
-        write = next(one for one, kind in block.writes if kind == "feed-forward")
-    if encoder.reads == "output":
-        return write.slot
-    sums = block.sums or []
-    if encoder.reads == "stream":
-        return next(one.stream for one in sums if write in one.writes)
-    return _taken_in(block, write)
+def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
+    """The slot that features of a component read: what it gave, the stream before it, or that behind its norm.
+
+    Also the place of the sum that it belongs to.
+    """
+    write = next((one for one, kind in block.writes if kind == component), None)
+    if write is None:
+        raise MethodError(f"Block {block.n} of `{block.recording.name}` has no {component} that can be told apart.")
+    place, one = next((place, one) for place, one in enumerate(block.sums or ()) if write in one.writes)
+    slots = {"output": lambda: write.slot, "stream": lambda: one.stream, "input": lambda: _taken_in(block, write)}
+    return slots[reads](), place
 
 
 def _taken_in(block: Block, write: Write) -> int:

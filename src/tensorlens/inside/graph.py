@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -23,9 +23,8 @@ from torch import Tensor
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
-from tensorlens.inside.block import Finer
-from tensorlens.inside.components import from_target
-from tensorlens.inside.features import ActiveFeature, FeatureParts, features_of, read_slot
+from tensorlens.inside.block import Finer, Part
+from tensorlens.inside.features import ActiveFeature, features_of
 from tensorlens.inside.interchange import circuit_tracer_json
 from tensorlens.inside.stream import Component, Write
 from tensorlens.inside.target import Explained, Pass
@@ -226,25 +225,11 @@ def component_graph(asked: Explained, share: float, max_nodes: int, finer: Finer
     n_encoder = asked.operator.recording.n_encoder_blocks
     if n_encoder and asked.operator.span.start >= n_encoder:
         raise MethodError("The graph of a decoder needs its encoder; got a range of blocks that begins after it.")
-    run, meta = Pass(asked.operator, asked.weights, asked.out_token, finer), asked.meta
+    run, meta = asked.run(finer), asked.meta
     grown = Growth(run).grow(share, max_nodes)
     if run.side_channel is not None:
         meta = meta | {"constants": f"{run.side_channel} also reads what earlier blocks left for it"}
-    if run.kept_features:
-        meta = meta | {"error_share": {str(n): parts.share for n, parts in sorted(run.kept_features.items())}}
-    return grown.as_graph(replace(asked, meta=meta), share, max_nodes)
-
-
-class Inlet(NamedTuple):
-    """A component that something can flow into: where it reads the stream, the slot of what it wrote, and its head.
-
-    `slot` is None for a whole block. A feature reads where its dictionary says, in the block of its encoder.
-    """
-
-    read: Read
-    slot: int | None
-    head: int | None = None
-    feature: ActiveFeature | None = None
+    return grown.as_graph(replace(asked, meta=meta | run.error_shares), share, max_nodes)
 
 
 @dataclass
@@ -341,7 +326,7 @@ class Growth:
     # What flows into a node ---------------------------------------------------------------------------------------
 
     def _open_target(self) -> None:
-        walk, _, head = from_target(self.run)
+        walk, head = self.run.from_target()
         key = Component(kind="target"), self.run.out_token
         self._places[key] = 0
         self._growing.append(Growing(key, self.run.value, is_open=True))
@@ -354,7 +339,7 @@ class Growth:
             return
         joining = Joining()
         # Block by block from the last: for a long input only one block is in memory at a time.
-        rows = sorted(enumerate(places), key=lambda pair: -self._sources[self._growing[pair[1]].key[0]].read.block)
+        rows = sorted(enumerate(places), key=lambda pair: -self._sources[self._growing[pair[1]].key[0]].block)
         for row, place in rows:
             self._join(row, self._growing[place], joining)
         last = max(read.block for read in joining.stream)
@@ -363,43 +348,40 @@ class Growth:
     def _join(self, row: int, node: Growing, joining: Joining) -> None:
         """Worth and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
         run, (component, token) = self.run, node.key
-        read, slot, head, feature = self._sources[component]
-        if feature is not None and slot is not None:
-            self._join_feature(row, node, joining, feature, slot)
-            return
-        block, at = run.block(read.block), run.cotangents(read.block)
-        end = block.exit if slot is None else slot
-        stream = block.entry if slot is None or block.sums is None else block.sums[read.place].stream
-        chosen = block.at_token(at[end], token) if head is None else _at_head(at[end], head, token - block.offset)
-        memory = None if block.is_encoder else run.memory
-        found = block.cotangents_at({end: chosen[None]}, [stream, *([] if memory is None else [memory])], (stream,))
-        cotangent = found[stream][0]
-        if slot is None:  # the block carries the state on
-            node.value = float((block.to_tokens(chosen) * block.whole_write()).sum())
-            cotangent = cotangent - block.handed_on(chosen)
+        source = self._sources[component]
+        block = run.block(source.block)
+        if isinstance(source, ActiveFeature):
+            chosen, node.value = self._of_feature(source, token)
         else:
-            node.value = float((chosen * block.values[end]).sum())
+            u = run.cotangents(block.n)[source.slot]
+            here = slice(token - block.offset, token - block.offset + 1)
+            chosen = block.at_token(u, token) if source.head is None else source.alone(u, here)
+            if block.sums is None:
+                node.value = float((block.to_tokens(chosen) * block.whole_write()).sum())
+            else:
+                node.value = float((chosen * block.values[source.slot]).sum())
+        stream = block.entry if block.sums is None else block.sums[source.place].stream
+        memory = None if block.is_encoder else run.memory
+        ends = [stream, *([] if memory is None else [memory])]
+        found = block.cotangents_at({source.slot: chosen[None]}, ends, (stream,))
+        cotangent = found[stream][0]
+        if block.sums is None:  # the block carries the state on
+            cotangent = cotangent - block.handed_on(chosen)
         node.is_open, node.constant = True, node.value - float((cotangent * block.values[stream]).sum())
         if memory is not None:
             node.constant -= float((found[memory][0] * run.pieces.at_cuts[memory]).sum())
-        joining.add(row, read, cotangent, None if memory is None else found[memory][0])
+        joining.add(row, Read(block.n, source.place), cotangent, None if memory is None else found[memory][0])
 
-    def _join_feature(self, row: int, node: Growing, joining: Joining, feature: ActiveFeature, slot: int) -> None:
-        """The same for a feature: the row of its encoder, times what one unit of it is worth, where it reads."""
-        run, (component, token) = self.run, node.key
-        read, wrote = self._sources[component].read, run.block(component.block or 0)
-        block, place = run.block(read.block), token - wrote.offset
-        worth = wrote.to_tokens(run.cotangents(wrote.n)[slot])[0, place] @ feature.write
-        node.value, node.is_open = float(worth * feature.activation[place]), True
-        write = next(one for one, kind in wrote.writes if one.slot == slot)
-        reads = read_slot(block, write, feature.encoder)
-        stream = (block.sums or [])[read.place].stream
+    def _of_feature(self, feature: ActiveFeature, token: int) -> tuple[Tensor, float]:
+        """The row of its encoder, times what one unit of it is worth, where it reads; and what it is worth."""
+        run = self.run
+        block, wrote = run.block(feature.block), run.block(feature.component.block or 0)
+        place = token - wrote.offset
+        worth = wrote.to_tokens(run.cotangents(wrote.n)[feature.written])[0, place] @ feature.write
         chosen = torch.zeros(block.shape, dtype=worth.dtype, device=worth.device)
         chosen[0, place] = worth * feature.read
-        chosen = block.from_tokens(chosen, torch.Size(block.specs[reads].shape))
-        cotangent = block.pulled(reads, chosen[None], stream)[0]
-        node.constant = node.value - float((cotangent * block.values_of([stream])[stream]).sum())
-        joining.add(row, read, cotangent, None)
+        chosen = block.from_tokens(chosen, torch.Size(block.specs[feature.slot].shape))
+        return chosen, float(worth * feature.activation[place])
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
         """Queue the edges into some nodes, of which the heaviest is chosen next."""
@@ -414,37 +396,14 @@ class Growth:
             self._push(place)
 
 
-def _at_head(whole: Tensor, head: int, token: int) -> Tensor:
-    chosen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
-    # (…, head, token, channel) as (head, token, channel): all but one head at one token are zero.
-    chosen.flatten(0, -3)[head, token] = whole.flatten(0, -3)[head, token]
-    return chosen
-
-
-def _sources(run: Pass) -> Iterator[tuple[Component, Inlet]]:
+def _sources(run: Pass) -> Iterator[tuple[Component, Part | ActiveFeature]]:
+    """The components that something can flow into: heads, features, writes, and blocks of one piece."""
     for block in reversed(run.downwards):
         if block.sums is None:
-            yield Component(block=block.n, kind="block"), Inlet(Read(block.n, 0), None)
-        places = {write.slot: place for place, one in enumerate(block.sums or ()) for write in one.writes}
+            name = Component(block=block.n, kind="block")
+            yield name, Part(name, block.exit, Write(block.exit, ()), 0)
         for write, kind in block.writes:
-            read, mixture = Read(block.n, places[write.slot]), block.heads_of(write)
+            whole, *heads = [part for part in block.parts if part.write == write]
             features = features_of(block, write, kind)
-            if features is not None:
-                yield from _feature_inlets(run, write, features)
-                continue
-            if mixture is None:
-                yield Component(block=block.n, kind=kind), Inlet(read, write.slot)
-                continue
-            for head in range(block.specs[mixture.slot].shape[-3]):
-                yield Component(block=block.n, kind=f"{kind} head", head=head), Inlet(read, mixture.slot, head)
-
-
-def _feature_inlets(run: Pass, write: Write, parts: FeatureParts) -> Iterator[tuple[Component, Inlet]]:
-    """Features that something can flow into: each reads the stream before the feed-forward of its encoder's block."""
-    for one in parts.features:
-        n = one.component.block if one.encoder.block is None else one.encoder.block
-        assert n is not None, "a feature is of a block"
-        block = run.block(n)
-        own = write if n == one.component.block else next(w for w, kind in block.writes if kind == "feed-forward")
-        place = next(i for i, some in enumerate(block.sums or ()) if own in some.writes)
-        yield one.component, Inlet(Read(n, place), write.slot, feature=one)
+            found = features.features if features is not None else heads or [whole]
+            yield from ((one.component, one) for one in found)

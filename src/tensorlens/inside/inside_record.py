@@ -195,7 +195,7 @@ def _columns(found: ComponentMap) -> list[str]:
 def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
     """Everything about one target, and why the strongest heads looked where they did."""
     check_growth(share, max_nodes)
-    run = Pass(asked.operator, asked.weights, asked.out_token)
+    run = asked.run()
     totals, directs = (find_components(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
     graph = Growth(run).grow(share, max_nodes).as_graph(asked, share, max_nodes)
     heads = head_reads(run)

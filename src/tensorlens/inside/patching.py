@@ -7,7 +7,7 @@ over all tokens, from two recordings and one backward walk. The truth needs a ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,11 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.inside.atp_star import Values, missed, with_blocks_dropped
+from tensorlens.inside.atp_star import missed, with_blocks_dropped
 from tensorlens.inside.atp_star import queries_and_keys as by_softmax
-from tensorlens.inside.block import Block
-from tensorlens.inside.edits import parts
-from tensorlens.inside.seats import Edit, Editable, edited_logits, seat_of, values_in_model
+from tensorlens.inside.block import Part
+from tensorlens.inside.seats import Edit, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.defaults import OUT_TOKEN
@@ -38,6 +37,9 @@ if TYPE_CHECKING:
 
 PATCHES = 512
 """How many patches are asked for between two moves of the progress bar."""
+
+Values = Callable[[Part], Tensor]
+"""What each part holds in a run."""
 
 
 class Correlation(NamedTuple):
@@ -157,17 +159,17 @@ def patching(
         drop: Whether to find effects that cancel, by a pull for each block with its cotangent dropped.
         progress: Whether to show a progress bar of that; on a terminal if None.
     """
-    ours = lens(clean)
-    asked = Explained.at(ours.operator, ours.context, ours.meta(), out_token, target)
-    run = Pass(ours.operator, asked.weights, asked.out_token)
+    asked = Explained.of(lens(clean), out_token, target)
+    run = asked.run()
     values, others = _both_values(lens, run, corrupted)
-    labels, effects, edits = _effects(run, values, others)
-    robust = with_blocks_dropped(run, values, others) if drop else None
+    moved = {part: others(part) - values(part) for part in run.parts.values()}
+    labels, effects = (*run.parts,), torch.stack(run.effects(moved, moved.__getitem__)).cpu()
+    robust = with_blocks_dropped(run, moved.__getitem__) if drop else None
+    edits = [Edit(part, others(part)) for part in moved]
     true, left = _verified(run, edits, effects if robust is None else robust, verify, progress)
     if queries_and_keys:
-        more = list(by_softmax(run, lens(corrupted).operator.recording))
-        labels = (*labels, *(one.component for one in more))
-        effects = torch.cat([effects, torch.stack([one.effect for one in more]).to(effects)])
+        more = by_softmax(run, lens(corrupted).operator.recording)
+        labels, effects = (*labels, *more), torch.cat([effects, torch.stack([*more.values()]).to(effects)])
         nothing = torch.full((len(more),), float("nan"), dtype=torch.float64)
         true = None if true is None else torch.cat([true, nothing])
         robust = None if robust is None else torch.cat([robust, nothing.to(robust)])
@@ -203,38 +205,20 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
     specimen = lens.specimen
     prepared, own = specimen.prepare(corrupted), run.recording.from_model("Patching").inputs
     arguments = specimen.arguments(prepared.arguments)
-    seats = {part.slot: seat_of(run, part) for block in run.downwards for part in parts(block)}
+    seats = {part.slot: seat_of(run, part) for part in run.parts.values()}
     known = [seat for seat in seats.values() if seat is not None]
     if len(known) == len(seats) and _shapes(arguments) == _shapes(own):
         ours, theirs = (values_in_model(run, one, known) for one in (own, arguments))
-        return (lambda block, part: part.of(ours[part.slot])), (lambda block, part: part.of(theirs[part.slot]))
+        return (lambda part: part.of(ours[part.slot])), (lambda part: part.of(theirs[part.slot]))
     other = specimen.look(prepared)
     if other.shape != run.operator.shape:
         raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens.")
     twin = Pass(other.operator, run.weights, run.out_token)
-
-    def in_twin(block: Block, part: Editable) -> Tensor:
-        same = next(one for one in parts(twin.block(block.n)) if one.component == part.component)
-        return same.of(twin.values(block.n)[same.slot])
-
-    return (lambda block, part: part.of(block.values[part.slot])), in_twin
+    return run.written, lambda part: twin.written(twin.parts[part.component])
 
 
 def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(x.shape) if isinstance(x, Tensor) else None for name, x in arguments.items()}
-
-
-def _effects(run: Pass, ours: Values, theirs: Values) -> tuple[tuple[Component, ...], Tensor, list[Edit]]:
-    """Components in the order of the pass, what T says of each, and the edits that put the other run's values in."""
-    labels, effects, edits = list[Component](), list[Tensor](), list[Edit]()
-    for block in run.downwards:
-        at = run.cotangents(block.n)
-        for part in reversed(list(parts(block))):
-            new = theirs(block, part)
-            labels.append(part.component)
-            effects.append((part.of(at[part.slot]) * (new - ours(block, part))).sum())
-            edits.append(Edit(part, new))
-    return tuple(labels[::-1]), torch.stack(effects[::-1]).cpu(), edits[::-1]
 
 
 def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:

@@ -6,18 +6,21 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorlens.errors import InputError, check_iterable, check_whole
+import torch
+
+from tensorlens.errors import InputError, MethodError, check_iterable, check_whole
 from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.block import Finer
-from tensorlens.inside.components import ComponentMap, Effect, component_map
+from tensorlens.inside.components import ComponentMap, Effect, carried, component_map
 from tensorlens.inside.dictionary import Dictionary, check_features
 from tensorlens.inside.graph import ComponentGraph, component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
 from tensorlens.inside.target import Explained
-from tensorlens.maps.defaults import MAX_NODES, OUT_TOKEN, SHARE
+from tensorlens.maps.defaults import MAX_NODES, METHOD_OF_CLASSES, OUT_TOKEN, SHARE
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.targets import Context, Target
+from tensorlens.maps.targets import Context, Feature, Target
+from tensorlens.maps.tensor_maps import BY_COMPLETENESS, not_carried
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.operator import ComputedByAnother
@@ -47,7 +50,8 @@ class InsideQuestions(ComputedByAnother):
 
         Args:
             out_token: The output to explain; a head that reads the whole input at once has only one.
-            target: As for `map`; None explains the model's own prediction.
+            target: As for `map`; None explains the model's own prediction. `Dictionary.feature` gives a feature as the
+                target, of which the earlier components are explained.
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all paths from a component to the target.
                 ``"direct"``: the path along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
@@ -179,5 +183,25 @@ class InsideQuestions(ComputedByAnother):
             raise InputError(f"`over` must be a list of attention tensors; got {over!r:.60}.")
         return ablation(self._explained(out_token, target), components, to, [one.operator for one in others])
 
+    def map_of_feature(
+        self, target: Feature, out_tokens: Sequence[int], method: str = METHOD_OF_CLASSES, groups: Groups | None = None
+    ) -> TokenMap:
+        r"""What each input gives to a feature at some tokens: $⟨\partial t/\partial x_j, x_j⟩$, one pull for each."""
+        if method != METHOD_OF_CLASSES:
+            raise MethodError(f"A feature is a target of `{METHOD_OF_CLASSES}` alone; got `{method}`.")
+        runs = [self._explained(i, target).run() for i in out_tokens]
+        scores = torch.stack([carried(run, run.start) for run in runs])
+        values = torch.tensor([run.value for run in runs], dtype=torch.float64)
+        notes = {"target": str(target), "logit": values.tolist(), "bias": BY_COMPLETENESS, "sums_to": str(target)}
+        found = TokenMap(
+            scores=scores,
+            out_tokens=tuple(self.context.tokens[i] for i in out_tokens),
+            in_tokens=self.context.tokens,
+            method=METHOD_OF_CLASSES,
+            bias_share=not_carried(scores, values.to(scores.device)),
+            meta=self.meta() | notes | {"out_positions": list(out_tokens)},
+        )
+        return found if groups is None else found.group(groups)
+
     def _explained(self, out_token: int, target: Target | None) -> Explained:
-        return Explained.at(self.operator, self.context, self.meta(), out_token, target)
+        return Explained.of(self, out_token, target)

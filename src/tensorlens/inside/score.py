@@ -34,6 +34,7 @@ from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import fitting
+from tensorlens.operators.attention_matrices import fused_attention
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
 from tensorlens.program.nodes import Held
@@ -46,23 +47,6 @@ By = Literal["token", "component"]
 
 ROUNDING = 64
 """Components below this many roundings of the largest wrote nothing: an output projection without a bias."""
-
-
-class ScoreQuestion(NamedTuple):
-    """One score: of which attention of which block, by which head, from where to where; two keys for a contrast."""
-
-    block: int
-    head: int
-    query: int
-    keys: tuple[int, ...]
-    attention: int | None = None
-
-
-class Pairs(NamedTuple):
-    """The pair map of each key, and the labels of rows and columns."""
-
-    maps: list[Tensor]
-    labels: tuple[str, ...]
 
 
 class Vector(NamedTuple):
@@ -106,8 +90,8 @@ def score_map(
     if type(block) is not int or not 0 <= block < stop - start:
         raise InputError(f"This operator has no block {block!r}; expected one of 0 to {stop - start - 1}.")
     attention = attention if attention is None else check_whole(attention, "attention")
-    question = _Score(operator, ScoreQuestion(start + block, head, query, keys, attention))
-    maps, labels = question.by_token(tokens) if by == "token" else question.by_component(start + block)
+    question = _Score(operator, start + block, head, query, keys, attention)
+    maps, labels = question.by_token(tokens) if by == "token" else question.by_component()
     scores = maps[0] if len(maps) == 1 else maps[0] - maps[1]
     asks = {"block": block, "head": head, "query": query, "key": key, "by": by, "score": float(scores.sum())}
     return TokenMap(
@@ -130,43 +114,44 @@ def grouped(made: TokenMap, groups: Sequence[Group]) -> TokenMap:
 class _Score:
     """One score of one block: the blocks up to it, and the vectors that meet."""
 
-    def __init__(self, operator: FrozenOperator, asked: ScoreQuestion) -> None:
-        self.operator, recording = operator, operator.recording
-        self.attention, meeting = _chosen(recording, asked)
-        span = Span(operator.span.start, asked.block + 1)
+    def __init__(
+        self, operator: FrozenOperator, n: int, head: int, query: int, keys: tuple[int, ...], attention: int | None
+    ) -> None:
+        recording = operator.recording
+        self.attention, meeting = _chosen(recording, n, attention)
+        span = Span(operator.span.start, n + 1)
         also = {meeting.query, meeting.key, *([] if meeting.end is None else [meeting.end])}
-        pieces = recording.pieces(span, operator.heads, also=also)
-        self.run = StreamPass(FrozenOperator(recording, span, operator.heads), pieces)
-        block, (n_heads, n_queries, n_keys) = self.run.block(asked.block), sizes(recording.program, meeting)
-        if type(asked.head) is not int or not 0 <= asked.head < n_heads:
-            raise InputError(f"Block {asked.block} has heads 0 to {n_heads - 1}; got {asked.head!r}.")
-        i, keys = check_token(asked.query, n_queries), [check_token(key, n_keys) for key in asked.keys]
-        self.at_x = block.values_of([meeting.query, meeting.key])
-        self.affine = [score_line(block, meeting, Place(asked.head, i, j)) for j in keys]
+        self.run = StreamPass(operator.but(span=span), recording.pieces(span, operator.heads, also=also))
+        self.block, (n_heads, n_queries, n_keys) = self.run.block(n), sizes(recording.program, meeting)
+        if type(head) is not int or not 0 <= head < n_heads:
+            raise InputError(f"Block {n} has heads 0 to {n_heads - 1}; got {head!r}.")
+        i, keys = check_token(query, n_queries), tuple(check_token(key, n_keys) for key in keys)
+        self.at_x = self.block.values_of([meeting.query, meeting.key])
+        self.affine = [score_line(self.block, meeting, Place(head, i, j)) for j in keys]
         for j, one in zip(keys, self.affine, strict=True):
             if one.is_masked:
                 raise InputError(
-                    f"Head {asked.head} cannot look from token {i} to token {j}: the key is masked. Choose another key."
+                    f"Head {head} cannot look from token {i} to token {j}: the key is masked. Choose another key."
                 )
         n_key_heads = math.prod(self.at_x[meeting.key].shape[:-2])  # several heads may share a key
-        of_key = asked.head // (n_heads // n_key_heads)
+        of_key = head // (n_heads // n_key_heads)
         self.vectors = [
-            Vector(meeting.query, asked.head, i, False),
+            Vector(meeting.query, head, i, False),
             *(Vector(meeting.key, of_key, j, not meeting.is_fused) for j in keys),
         ]
 
-    def by_token(self, tokens: tuple[str, ...]) -> Pairs:
-        """Over pairs of tokens: what each gives of the query and the keys, and what they are at zero."""
+    def by_token(self, tokens: tuple[str, ...]) -> tuple[list[Tensor], tuple[str, ...]]:
+        """The pair map of each key over pairs of tokens, the constants of query and key last; and its labels."""
         program = self.run.pieces.program
         at_zero = program.part(program.inputs, [*self.at_x]).observe(program.zeros(), [*self.at_x])
         # For the query and each key (channel, token and constant): columns add up to the vector.
         parts = [torch.cat([self._by_token(v), v.of(at_zero[v.slot])[:, None]], 1) for v in self.vectors]
-        return Pairs(self._pairs(parts), (*tokens, "bias"))
+        return self._pairs(parts), (*tokens, "bias")
 
     def _by_token(self, vector: Vector) -> Tensor:
         """(channel of the head, token): what each token gives of a query or key, by a cotangent for each channel."""
-        units = unit_cotangents(vector, self.at_x[vector.slot])
-        n_rows = fitting(8 * self.operator.input.nbytes, len(units), self.operator.device)
+        units, operator = unit_cotangents(vector, self.at_x[vector.slot]), self.run.operator
+        n_rows = fitting(8 * operator.input.nbytes, len(units), operator.device)
         return torch.cat([self._pulled({vector.slot: rows}) for rows in units.split(n_rows)])
 
     def _pulled(self, waiting: Cotangents) -> Tensor:
@@ -182,8 +167,8 @@ class _Score:
             found.append((u * value).expand(n_rows, *value.shape)[:, 0].sum(-1))  # (row, token)
         return torch.cat(found, 1)
 
-    def by_component(self, block: int) -> Pairs:
-        """Over pairs of components: what each wrote of the query and the keys."""
+    def by_component(self) -> tuple[list[Tensor], tuple[str, ...]]:
+        """The same over pairs of components: what each wrote of the query and the keys."""
         # A row of cotangents for each channel of each vector, all in one walk down the stream.
         values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])  # (vector, channel)
         rows = torch.arange(values.numel(), device=values.device).split(values.shape[1])
@@ -191,8 +176,33 @@ class _Score:
         for vector, place in zip(self.vectors, rows, strict=True):
             x = self.at_x[vector.slot]
             starts.setdefault(vector.slot, x.new_zeros(values.numel(), *x.shape))[place] = unit_cotangents(vector, x)
-        found = written(self.run, block, self.attention, starts, values)
-        return Pairs(self._pairs([*found.parts]), (*map(str, found.components), "bias"))
+        found: dict[Component, Tensor] = {}
+        for component, scores in self._walk(starts).all_the_way(self.block.n):
+            by_channel = scores.sum(-1)
+            found[component] = found[component] + by_channel if component in found else by_channel
+        least = ROUNDING * torch.finfo(values.dtype).eps * torch.stack([*found.values()]).abs().max()
+        found = {component: one for component, one in found.items() if bool((one.abs() > least).any())}
+        parts = torch.stack([*found.values()], 1) if found else values.new_zeros(values.numel(), 0)
+        constant = values.flatten() - parts.sum(1)  # (vector · channel,): what no component wrote
+        parts = torch.cat([parts, constant[:, None]], 1).unflatten(0, values.shape)  # (vector, channel, component)
+        return self._pairs([*parts]), (*map(str, found), "bias")
+
+    def _walk(self, starts: Cotangents) -> Walk:
+        """A walk down from where the attention reads the stream, a row for each channel."""
+        block, sums = self.block, self.block.sums or []
+        at_entry = Read(block.n, len(sums))
+        writes = [write for write, _ in block.writes if write.mixtures][self.attention : self.attention + 1]
+        # An attention whose write cannot be told apart reads the state that enters the block.
+        read = next((Read(block.n, place) for place, one in enumerate(sums) if {*writes} & {*one.writes}), at_entry)
+        stream = block.entry if read == at_entry else sums[read.place].stream
+        memory = None if block.is_encoder else self.run.memory
+        ends = {block.entry, stream, *([] if memory is None else [memory])}
+        at, joining = block.cotangents_at(starts, ends, (stream,)), Joining()
+        for row in range(len(at[stream])):
+            joining.add(row, read, at[stream][row], None if memory is None else at[memory][row])
+            if stream != block.entry:  # what it reads beside the stream of its own sum
+                joining.add(row, at_entry, at[block.entry][row], None)
+        return Walk.from_zero(self.run, block.n, len(at[stream]), joining)
 
     def _pairs(self, parts: list[Tensor]) -> list[Tensor]:
         """For each key c·UᵀV, and in the corner what the model adds."""
@@ -212,74 +222,19 @@ def unit_cotangents(vector: Vector, x: Tensor) -> Tensor:
     return units
 
 
-def _chosen(recording: Recording, asked: ScoreQuestion) -> tuple[int, Meeting]:
-    found, wanted = meetings_of(recording, asked.block), asked.attention or 0
-    if len(found) > 1 and not (asked.attention is not None and wanted < len(found)):
+def _chosen(recording: Recording, n: int, attention: int | None) -> tuple[int, Meeting]:
+    found, wanted = meetings_of(recording, n), attention or 0
+    if len(found) > 1 and not (attention is not None and wanted < len(found)):
         raise MethodError(
-            f"Block {asked.block} of `{recording.name}` has {len(found)} attention layers; pass `attention=0` to "
+            f"Block {n} of `{recording.name}` has {len(found)} attention layers; pass `attention=0` to "
             f"`attention={len(found) - 1}`."
         )
     if wanted >= len(found):
         raise MethodError(
-            f"In block {asked.block} of `{recording.name}`, {len(found)} attention layers could be followed "
+            f"In block {n} of `{recording.name}`, {len(found)} attention layers could be followed "
             f"from queries and keys to a softmax; expected attention {wanted}. Use `tensor.in_class`."
         )
     return wanted, found[wanted]
-
-
-# By component ---------------------------------------------------------------------------------------------------------
-
-
-class Written(NamedTuple):
-    """What each component wrote of some vectors: (vector, channel, component), and last what is constant."""
-
-    components: tuple[Component, ...]
-    parts: Tensor
-
-
-def written(run: StreamPass, block: int, attention: int, starts: Cotangents, vectors: Tensor) -> Written:
-    """What each component wrote of queries and keys of one attention.
-
-    Args:
-        run: The blocks up to this one.
-        block: Which one.
-        attention: Which attention of the block, from 0.
-        starts: A cotangent (row, …) for each channel of each vector, at the slots of queries and keys.
-        vectors: Queries and keys, (vector, channel).
-    """
-    found: dict[Component, Tensor] = {}
-    for component, scores in _walk(run, block, attention, starts).all_the_way(block):
-        by_channel = scores.sum(-1)
-        found[component] = found[component] + by_channel if component in found else by_channel
-    least = ROUNDING * torch.finfo(vectors.dtype).eps * torch.stack([*found.values()]).abs().max()
-    found = {component: values for component, values in found.items() if bool((values.abs() > least).any())}
-    parts = torch.stack([*found.values()], 1) if found else vectors.new_zeros(vectors.numel(), 0)
-    constant = vectors.flatten() - parts.sum(1)  # (vector · channel,): what no component wrote
-    return Written(tuple(found), torch.cat([parts, constant[:, None]], 1).unflatten(0, vectors.shape))
-
-
-def _walk(run: StreamPass, n: int, attention: int, starts: Cotangents) -> Walk:
-    """A walk down from where the attention reads the stream, a row for each channel."""
-    block = run.block(n)
-    at_entry = Read(n, len(block.sums or []))
-    read = _read(block, attention) or at_entry
-    stream = block.entry if read == at_entry else (block.sums or [])[read.place].stream
-    memory = None if block.is_encoder else run.memory
-    ends = {block.entry, stream, *([] if memory is None else [memory])}
-    at, joining = block.cotangents_at(starts, ends, (stream,)), Joining()
-    for row in range(len(at[stream])):
-        joining.add(row, read, at[stream][row], None if memory is None else at[memory][row])
-        if stream != block.entry:  # what it reads beside the stream of its own sum
-            joining.add(row, at_entry, at[block.entry][row], None)
-    return Walk.from_zero(run, n, len(at[stream]), joining)
-
-
-def _read(block: Block, attention: int) -> Read | None:
-    """Where an attention reads the stream; None if its write cannot be told apart."""
-    writes = [write for write, _ in block.writes if write.mixtures]
-    places = enumerate(block.sums or [])
-    chosen = writes[attention] if attention < len(writes) else None
-    return next((Read(block.n, place) for place, one in places if chosen in one.writes), None)
 
 
 # From the product to the softmax --------------------------------------------------------------------------------------
@@ -334,17 +289,13 @@ def score_line(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
 
 
 def _fused(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
-    program = block.recording.program
-    step, (_, n_queries, n_keys) = program.makers[meeting.slot], sizes(program, meeting)
-    args: Any = step.args if step.operation == "attention" else (*step.args[4], *step.args[5:])
-    mask, causal, scale = args[3:6]
-    query = program.specs[meeting.query].shape
+    query, key, mask, causal, scale, _ = fused_attention(block.recording, meeting.slot)
     added, is_masked = 0.0, causal and place.key > place.query
     if mask is not None:
-        entry = place.of(program.constants[mask.index].broadcast_to(*query[:-2], n_queries, n_keys))
+        entry = place.of(mask.broadcast_to(*query.shape[:-1], key.shape[-2]))
         is_masked |= not bool(entry) if entry.dtype == torch.bool else _is_lowest(entry)
         added = 0.0 if entry.dtype == torch.bool else float(entry)
-    return ScoreLine(1 / math.sqrt(query[-1]) if scale is None else scale, added, is_masked)
+    return ScoreLine(scale, added, is_masked)
 
 
 def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tensorlens.inside.block import Block, StreamPass
-from tensorlens.inside.stream import Component, is_matrix
+from tensorlens.inside.block import Block, Part, StreamPass
+from tensorlens.inside.stream import is_matrix
 from tensorlens.inside.target import Pass
 from tensorlens.memory import in_parts
 from tensorlens.models.layouts import replace_state, state_of
@@ -32,28 +32,10 @@ TOKENS_TOGETHER = {"cuda": 2**15, "cpu": 2**11}
 Arguments = Mapping[str, Any]
 
 
-class Editable(NamedTuple):
-    """A component that can be given another value: a whole write, or one head of its mixture."""
-
-    component: Component
-    block: int
-    slot: int
-
-    @property
-    def head(self) -> int | None:
-        """Its head, if it is one."""
-        return self.component.head
-
-    def of(self, x: Tensor) -> Tensor:
-        """Its own part of what the slot holds; of a head (token, channel). A view."""
-        # A mixture is (…, head, token, channel), and the axes before it are of size one.
-        return x if self.head is None else x.flatten(0, -3)[self.head]
-
-
 class Edit(NamedTuple):
     """Another value for a part, in the shape of its own."""
 
-    part: Editable
+    part: Part
     value: Tensor
 
 
@@ -82,7 +64,7 @@ class Seat(NamedTuple):
         return self.way.linear.pull(x.reshape(end))[0]
 
 
-def seat_of(run: StreamPass, part: Editable) -> Seat | None:
+def seat_of(run: StreamPass, part: Part) -> Seat | None:
     """Where the model holds a part; None if no module that is called once has it."""
     if part.head is None:
         path = _called_once(run, [module.path for module in run.recording.modules if module.slot == part.slot])
@@ -206,7 +188,7 @@ def edited_logits(run: Pass, changes: Sequence[Sequence[Edit]]) -> list[Tensor |
     return found
 
 
-def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Editable, Seat | None]) -> Tensor | None:
+def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Part, Seat | None]) -> Tensor | None:
     """What the model ends with where each row has edits of its own; None if it does not take so many rows."""
     model = run.recording.from_model("A run of the model").model
     by_module: dict[tuple[str, bool], list[tuple[int, Edit, Seat]]] = {}

@@ -1,7 +1,8 @@
-"""The number that is explained, and its cotangents in every block."""
+"""The number that is explained, a sum of logits or a feature of a dictionary, and its cotangents in every block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.errors import MethodError
-from tensorlens.inside.block import ByBlock, Finer, StreamPass
+from tensorlens import cancel
+from tensorlens.errors import InputError, MethodError
+from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
+from tensorlens.inside.features import read_slot
+from tensorlens.inside.stream import Component
+from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.defaults import one_output, own_prediction
-from tensorlens.maps.targets import Classes, Context, Target, Weights, no_head
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.pieces import Cotangents
+from tensorlens.recording.recording import Span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,24 +44,24 @@ class Explained:
     meta: dict[str, Any]
 
     @classmethod
-    def at(
-        cls,
-        operator: FrozenOperator,
-        context: Context,
-        meta: dict[str, Any],
-        out_token: int,
-        target: Target | None,
-    ) -> Explained:
-        """The target at an output; a head that reads the whole input at once has only one."""
-        i = one_output(operator.recording, out_token)
+    def of(cls, T: Any, out_token: int, target: Target | None) -> Explained:
+        """The target at an output of an attention tensor; a head that reads the whole input at once has only one."""
+        is_feature, context = isinstance(target, Feature), T.context
+        i = check_token(out_token, T.operator.shape[0]) if is_feature else one_output(T.operator.recording, out_token)
         return cls(
-            operator=operator,
+            operator=T.operator,
             classes=context.classes,
             out_token=i,
             target=target,
             tokens=context.tokens,
-            meta=meta | {"out_positions": [i]},
+            meta=T.meta() | {"out_positions": [i]},
         )
+
+    def run(self, finer: Finer | None = None) -> Pass:
+        """The pass with the target's cotangents."""
+        if isinstance(self.target, Feature):
+            return FeaturePass(self.operator, self.target, self.out_token, finer)
+        return Pass(self.operator, self.weights, self.out_token, finer)
 
     @cached_property
     def weights(self) -> Weights:
@@ -70,6 +76,8 @@ class Explained:
     @property
     def name(self) -> str:
         """The target in words."""
+        if isinstance(self.target, Feature):
+            return str(self.target)
         weights = self.weights  # raises where there are no classes
         assert self.classes is not None, "a target has classes"
         return self.classes.names(weights)
@@ -129,6 +137,87 @@ class Pass(StreamPass):
             self._cotangents.keep(n, found)
             self._waiting[n] = waiting
         return self._cotangents[n]
+
+    def reached(self) -> Tensor:
+        """What the state that leaves the last block carries of the target, by token."""
+        block = self.block(self.stop - 1)
+        return block.by_token((self.waiting(self.stop)[block.exit] * block.values[block.exit])[None])[0]
+
+    def from_target(self) -> tuple[Walk, Tensor]:
+        """A walk down the stream from the target; and what the constants of the head give, at its token."""
+        reached = self.reached()
+        head = torch.zeros_like(reached)
+        head[self.out_token] = self.value - reached.sum()
+        return Walk(self, self.waiting(self.stop)[self.block(self.stop - 1).exit][None]), head
+
+    def effects(
+        self, parts: Iterable[Part], moved: Callable[[Part], Tensor], scaled: Mapping[int, Tensor] | None = None
+    ) -> list[Tensor]:
+        r"""$⟨λ_c, Δy_c⟩$ of some components: what the target changes by if they move by Δy, everything else held.
+
+        Args:
+            parts: The components.
+            moved: Δy of each.
+            scaled: Factors of slots that λ is multiplied by where it passes them; 0 cuts every path through them.
+        """
+        parts, found = list(parts), dict[Component, Tensor]()
+        pieces, waiting = self.pieces if scaled is None else self.pieces.scaled(scaled), self.waiting(self.stop)
+        for n in reversed(range(self.start, self.stop)):
+            cancel.check()
+            here = [part for part in parts if part.block == n]
+            if scaled is None:
+                at = self.cotangents(n)
+            else:
+                at, waiting = pieces.pull(n - self.start, waiting, {part.slot for part in here})
+            found |= {part.component: (part.of(at[part.slot]) * moved(part)).sum() for part in here}
+        return [found[part.component] for part in parts]
+
+
+class FeaturePass(Pass):
+    """The blocks up to the one that a feature reads, with the cotangents of what it reads.
+
+    Args:
+        operator: The operator; its last blocks are left out.
+        feature: The feature.
+        out_token: Where it reads.
+        finer: Blocks whose writes are taken apart.
+    """
+
+    def __init__(self, operator: FrozenOperator, feature: Feature, out_token: int, finer: Finer | None = None) -> None:
+        recording, (start, stop) = operator.recording, operator.span
+        if not 0 <= feature.block < stop - start or recording.n_encoder_blocks:
+            raise MethodError(
+                f"Expected a feature of one of the blocks 0 to {stop - start - 1}, and no encoder; got {feature}."
+            )
+        span = Span(start, start + feature.block + 1)
+        StreamPass.__init__(self, operator.but(span=span), recording.pieces(span, operator.heads), finer)
+        self.weights, self.out_token = {}, out_token
+        block = self.block(span.stop - 1)
+        slot, place = read_slot(block, feature.component, feature.reads)
+        held = block.values_of([slot])[slot]
+        x, u = block.to_tokens(held), torch.zeros(block.shape, dtype=held.dtype, device=held.device)
+        u[0, out_token] = feature.row.to(u)
+        self.value = float((x * u).sum()) + feature.bias
+        cotangent, end = block.from_tokens(u, held.shape), block.values[block.exit]
+        self._waiting = {span.stop: {block.exit: torch.zeros_like(end), slot: cotangent}}
+        self._cotangents = ByBlock(self)
+        stream = (block.sums or [])[place].stream
+        self._feature = feature
+        self._read = Read(block.n, place), block.pulled(slot, cotangent[None], stream)[0], block.values[stream]
+
+    def read(self, logits: Tensor) -> float:
+        """Refused: a run of the model ends with logits, of which a feature is not a sum."""
+        raise InputError(
+            f"Expected a target on logits; got {self._feature}, which `T.components` and `T.graph` explain."
+        )
+
+    def from_target(self) -> tuple[Walk, Tensor]:
+        """A walk down the stream from where the feature reads it; and what the constants on the way give."""
+        (read, cotangent, held), joining = self._read, Joining()
+        joining.add(0, read, cotangent, None)
+        rest = torch.zeros(self.n_tokens, dtype=held.dtype, device=held.device)
+        rest[self.out_token] = self.value - float((cotangent * held).sum())
+        return Walk.from_zero(self, read.block, 1, joining), rest
 
 
 def _check(operator: FrozenOperator) -> None:

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from tensorlens import cancel
 from tensorlens.errors import MethodError
-from tensorlens.inside.block import Block
-from tensorlens.inside.edits import parts
-from tensorlens.inside.seats import Arguments, Editable, Seat, readout_of_model, repeated_arguments, seat_of
-from tensorlens.inside.stream import Component, Write
+from tensorlens.inside.block import Block, Part
+from tensorlens.inside.seats import Arguments, Seat, readout_of_model, repeated_arguments, seat_of
+from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import replace_state, state_of
 from tensorlens.models.runner import AtModule
@@ -41,24 +40,6 @@ STRAIGHT = frozenset([*MOVES, "linear", "matmul", "add", "cast"])
 
 TARGET = Component(kind="target")
 EMBEDDING = Component(kind="embedding")
-
-
-class StreamReader(NamedTuple):
-    """A component that reads the stream and writes to it.
-
-    Attributes:
-        component: Which one.
-        block: Its block.
-        write: Its write, or that of the attention it is a head of.
-        place: Before which sum of the block it reads; the last counted first.
-        mixture: The slot of what heads mixed, for a head.
-    """
-
-    component: Component
-    block: int
-    write: Write
-    place: int
-    mixture: int | None = None
 
 
 class Streams(NamedTuple):
@@ -85,7 +66,7 @@ class CircuitWiring:
     """
 
     run: Pass
-    readers: list[list[StreamReader]] = field(default_factory=list)
+    readers: list[list[Part]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find readers, and the modules by which the model holds them."""
@@ -103,37 +84,22 @@ class CircuitWiring:
         for block in reversed(self.run.downwards):
             self.readers.append(list(self._of_block(block)))
 
-    def _of_block(self, block: Block) -> Sequence[StreamReader]:
+    def _of_block(self, block: Block) -> Sequence[Part]:
         if block.sums is None:
             raise self._refusal(f"the parts of block {block.n} cannot be told apart")
-        places = {write.slot: place for place, one in enumerate(block.sums) for write in one.writes}
-        editable = list(parts(block))
-        found: list[StreamReader] = []
+        found: list[Part] = []
         for write, kind in block.writes:
-            own = [one for one in editable if one.slot == write.slot and one.head is None]
-            seat = seat_of(self.run, own[0]) if own else None
+            whole, *heads = [part for part in block.parts if part.write == write]
+            seat = seat_of(self.run, whole)
             if seat is None:
                 raise self._refusal(f"no single module outputs {kind} of block {block.n}")
             self.write_seats[write.slot] = seat
-            heads = self._heads(block, write, editable)
-            place = places[write.slot]
-            if heads:
-                found += [StreamReader(one.component, block.n, write, place, one.slot) for one in heads]
-            else:
-                found.append(StreamReader(Component(block=block.n, kind=kind), block.n, write, place))
+            # Heads are readers of their own where each of them adds to the write on its own.
+            seat = seat_of(self.run, heads[0]) if heads and _is_straight(block, heads[0].slot, write.slot) else None
+            if seat is not None:
+                self.head_seats[seat.slot] = seat
+            found += [whole] if seat is None else heads
         return found
-
-    def _heads(self, block: Block, write: Write, editable: list[Editable]) -> list[Editable]:
-        """The heads of a write, where each of them adds to it on its own."""
-        mixture = block.heads_of(write)
-        if mixture is None or not _is_straight(block, mixture.slot, write.slot):
-            return []
-        heads = [one for one in editable if one.slot == mixture.slot and one.head is not None]
-        seat = seat_of(self.run, heads[0])
-        if seat is None:
-            return []
-        self.head_seats[mixture.slot] = seat
-        return heads
 
     def _refusal(self, why: str) -> MethodError:
         name = self.run.recording.name
@@ -142,7 +108,7 @@ class CircuitWiring:
         )
 
     @property
-    def flat(self) -> list[StreamReader]:
+    def flat(self) -> list[Part]:
         """All readers in order, without the target."""
         return [one for some in self.readers for one in some]
 
@@ -177,16 +143,13 @@ class CircuitWiring:
         for n in reversed(range(run.start, run.stop)):
             block, at = run.block(n), run.cotangents(n)
             read[n], written[n] = [], []
-            by_slot: dict[int, list[int]] = {}
-            for k, reader in enumerate(self.readers[n]):
-                by_slot.setdefault(reader.write.slot if reader.mixture is None else reader.mixture, []).append(k)
-            for slot, members in by_slot.items():
-                reader = self.readers[n][members[0]]
-                stream = (block.sums or [])[reader.place].stream
-                rows = at[slot][None] if reader.mixture is None else _head_by_head(at[slot], len(members))
+            for slot in dict.fromkeys(reader.slot for reader in self.readers[n]):
+                readers = [reader for reader in self.readers[n] if reader.slot == slot]
+                stream = (block.sums or [])[readers[0].place].stream
+                rows = torch.stack([reader.alone(at[slot]) for reader in readers])
                 pulled = block.cotangents_at({slot: rows}, (stream,), (stream,))[stream]
                 read[n] += [block.to_tokens(one)[0] for one in pulled]
-                written[n] += [block.to_tokens(at[reader.write.slot])[0]] * len(members)
+                written[n] += [block.to_tokens(at[readers[0].write.slot])[0]] * len(readers)
         first, last = run.block(run.start), run.block(run.stop - 1)
         end = last.to_tokens(run.waiting(run.stop)[last.exit])[0]
         start = first.to_tokens(run.waiting(run.start)[first.entry])[0]
@@ -278,7 +241,7 @@ class _Judged:
             for slot in dict.fromkeys(one.write.slot for one in readers):
                 self._seat(start, readers, slot)
 
-    def _seat(self, start: int, readers: list[StreamReader], slot: int) -> None:
+    def _seat(self, start: int, readers: list[Part], slot: int) -> None:
         """What a write's module gives in its own rows is kept; later readers of the block read what they should."""
         wiring, written = self.wiring, self.corrupted.writes[slot]
         own = [row for row, one in enumerate(readers) if one.write.slot == slot]
@@ -298,8 +261,8 @@ class _Judged:
             return replace_state(output, state, rows.reshape(state.shape))
 
         self.given[wiring.module(wiring.write_seats[slot])] = gave
-        mixture = readers[own[0]].mixture
-        if mixture is not None:
+        mixture = readers[own[0]].slot
+        if mixture != slot:
             self.taken[wiring.module(wiring.head_seats[mixture])] = self._one_head_each(mixture, own)
 
     def _one_head_each(self, mixture: int, own: list[int]) -> AtModule:
@@ -341,12 +304,3 @@ def _is_straight(block: Block, start: int, end: int) -> bool:
         if step.operation not in STRAIGHT and not (step.operation == "mul" and all(n in weights for n in held)):
             return False
     return True
-
-
-def _head_by_head(cotangent: Tensor, n_heads: int) -> Tensor:
-    """(head, …): the cotangent of a mixture with all heads but one set to zero."""
-    rows = cotangent.new_zeros(n_heads, *cotangent.shape)
-    for head in range(n_heads):
-        # (…, head, token, channel) as (head, token, channel).
-        rows[head].flatten(0, -3)[head] = cotangent.flatten(0, -3)[head]
-    return rows

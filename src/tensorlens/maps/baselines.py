@@ -14,7 +14,7 @@ row sums before they are joined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,37 +44,16 @@ Matrices = Float[Tensor, "*sample out_token in_token"]
 # Within a block ------------------------------------------------------------------------------------------------------
 
 
-def attn(attention: Float[Tensor, "*sample head out_token in_token"]) -> Matrices:
-    """Attention averaged over heads; rows sum to one."""
-    return in_float64(attention).mean(-3)
+def measured(block: Decomposition, measure: str) -> Matrices:
+    """One of `MEASURES` of a block."""
+    return torch.cat([MEASURES[measure](block, rows) for rows in block.chunks()], -2)
 
 
-def w_attn(block: Decomposition) -> Matrices:
-    r"""$\lVert \sum_h A_{h,ij} v_{h,j} W_{o,h} \rVert$: heads summed inside the norm, the output bias left out."""
-    return measured(block, ("w_attn",))["w_attn"]
+def _lengths(vectors: Vectors) -> Matrices:
+    return in_float64(vectors.norm(dim=-1))
 
 
-def measured(block: Decomposition, measures: Collection[str]) -> dict[str, Matrices]:
-    """Several measures of a block but `attn`, which share the vectors they are taken of."""
-    parts: dict[str, list[Matrices]] = {measure: [] for measure in measures}
-    for rows in block.chunks():
-        vectors = block.mixed(rows)
-        if "w_attn" in parts:
-            parts["w_attn"].append(_lengths(vectors))
-        others = [measure for measure in parts if measure in OF_ATTENTION_BLOCK]
-        if others:
-            vectors = attention_block(block, vectors, rows)
-        for measure in others:
-            parts[measure].append(OF_ATTENTION_BLOCK[measure](block, vectors, rows))
-    return {measure: torch.cat(found, -2) for measure, found in parts.items()}
-
-
-def _w_attn_res_ln(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
-    r"""$\lVert g(δ_{ij} x_i + s_{ij}) \rVert$, with g the norm behind the sum in post-LN and nothing elsewhere."""
-    return _lengths(vectors)
-
-
-def _glob_enc(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
+def _glob_enc(block: Decomposition, rows: slice) -> Matrices:
     """The vectors of `w_attn_res_ln` through the block's second norm; the feed-forward's own part is left out.
 
     Raises:
@@ -85,16 +64,16 @@ def _glob_enc(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
             f"`glob_enc` does not apply to block {block.block}: it needs a second norm that reads the attention "
             f"output, and this block has none. Use `w_attn_res_ln`."
         )
-    return _lengths(block.second(vectors, rows))
+    return _lengths(block.second(block.attended(rows), rows))
 
 
-def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
+def _alti(block: Decomposition, rows: slice) -> Matrices:
     r"""How near each source comes to the whole (Ferrando et al. 2022).
 
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
     """
-    whole = block.output[..., rows, None, :]
+    vectors, whole = block.attended(rows), block.output[..., rows, None, :]
     nearness = (whole.abs() - (vectors - whole).abs()).sum(-1)  # a source that gives nothing is exactly not near
     matrix = in_float64(nearness.clamp_min(0))
     empty = matrix.sum(-1, keepdim=True) == 0
@@ -102,27 +81,13 @@ def _alti(block: Decomposition, vectors: Vectors, rows: slice) -> Matrices:
     return rows_to_one(torch.where(empty, own, matrix))
 
 
-def attention_block(block: Decomposition, mixed: Vectors, rows: slice) -> Vectors:
-    """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN).
-
-    Args:
-        block: The block.
-        mixed: $c_{ij}$ of these rows, which may be written over.
-        rows: The outputs.
-    """
-    return block.first(block.with_residual(mixed, rows), rows)
-
-
-def _lengths(vectors: Vectors) -> Matrices:
-    return in_float64(vectors.norm(dim=-1))
-
-
-OF_ATTENTION_BLOCK: dict[str, Callable[[Decomposition, Vectors, slice], Matrices]] = {
-    "w_attn_res_ln": _w_attn_res_ln,
+MEASURES: dict[str, Callable[[Decomposition, slice], Matrices]] = {
+    "w_attn": lambda block, rows: _lengths(block.mixed(rows)),
+    "w_attn_res_ln": lambda block, rows: _lengths(block.attended(rows)),
     "glob_enc": _glob_enc,
     "alti": _alti,
 }
-"""Measures of the vectors that make up the output of the attention sub-block."""
+"""Measures of the vectors of a block, for some of its outputs; `attn` needs none."""
 
 
 # Across blocks -------------------------------------------------------------------------------------------------------
@@ -202,8 +167,8 @@ def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
     found = mixing(recording, block)
     with torch.no_grad():
         if measure == "attn":
-            return attn(found.attention)
-        return measured(decompose(recording, block, found), (measure,))[measure]
+            return in_float64(found.attention).mean(-3)  # over heads; rows sum to one
+        return measured(decompose(recording, block, found), measure)
 
 
 def _with_held_factors(recording: Recording) -> Recording:
@@ -230,26 +195,28 @@ def _mean(question: Question, measure: str) -> Scored:
     return _scored(question, average(block_matrices(question.operator, measure), raw=question.raw))
 
 
+def _without_sink_column(question: Question) -> Scored:
+    matrices = block_matrices(question.operator, "attn")
+    return _scored(question, without_sink_column(rollout(matrices, has_residual=False)))
+
+
 SUMMARIES = {
     "attn": "attention averaged over heads",
     "w_attn": "attention times transformed values",
     "w_attn_res_ln": "attention, residual and norm together",
     "glob_enc": "attention, residual and both norms of a block",
 }
-for _measure, _words in SUMMARIES.items():
-    method(f"rollout.{_measure}", f"Baseline: {_words}, multiplied over blocks", takes_samples=True)(
-        partial(_rollout, measure=_measure)
-    )
-    method(f"mean.{_measure}", f"Baseline: {_words}, averaged over blocks", takes_samples=True)(
-        partial(_mean, measure=_measure)
-    )
-
-method(
-    "alti", "Peer: how close each source's contribution comes to the whole, multiplied over blocks", takes_samples=True
-)(partial(_rollout, measure="alti"))
-
-
-@method("rollout.attn_without_sink", "Peer: rollout.attn with the first token's column dropped", takes_samples=True)
-def _without_sink_column(question: Question) -> Scored:
-    matrices = block_matrices(question.operator, "attn")
-    return _scored(question, without_sink_column(rollout(matrices, has_residual=False)))
+BASELINES: dict[str, tuple[str, Callable[[Question], Scored]]] = {}
+for _name, _words in SUMMARIES.items():
+    BASELINES[f"rollout.{_name}"] = f"Baseline: {_words}, multiplied over blocks", partial(_rollout, measure=_name)
+    BASELINES[f"mean.{_name}"] = f"Baseline: {_words}, averaged over blocks", partial(_mean, measure=_name)
+BASELINES["alti"] = (
+    "Peer: how close each source's contribution comes to the whole, multiplied over blocks",
+    partial(_rollout, measure="alti"),
+)
+BASELINES["rollout.attn_without_sink"] = (
+    "Peer: rollout.attn with the first token's column dropped",
+    _without_sink_column,
+)
+for _name, (_words, _compute) in BASELINES.items():
+    method(_name, _words, takes_samples=True)(_compute)

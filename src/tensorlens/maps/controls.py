@@ -5,11 +5,10 @@ For decoders, recency is the one to watch: near tokens matter most to a language
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
@@ -21,43 +20,32 @@ def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> Token
     return torch.from_numpy(np.random.default_rng(seed).random((n_out, n_in)))
 
 
-def recency_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
-    """The later, the higher."""
-    return torch.arange(n_tokens, dtype=torch.float64)
-
-
-def position_scores(n_tokens: int) -> Float[Tensor, " in_token"]:
-    """The earlier, the higher; never negative, since a study may rank by magnitude."""
-    return recency_scores(n_tokens).flip(0)
-
-
-def _by_place(question: Question, rows: list[Tensor]) -> Scored:
+def _by_place(question: Question, of: Callable[[int], Tensor]) -> Scored:
     """Scores of each sample's own length, filled up with zeros where others are longer."""
-    longest = max(len(row) for row in rows)
+    lengths = question.lengths or (len(question.operator.input),) * (max(question.of) + 1)
+    rows = [of(lengths[sample]) for sample in question.of]
+    longest = max(map(len, rows))
     scores = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
     return Scored(scores=scores, bias_share=unknown_bias(question))
-
-
-def _lengths(question: Question) -> list[int]:
-    n_tokens = len(question.operator.input)
-    return [question.lengths[sample] if question.lengths else n_tokens for sample in question.of]
 
 
 @method("control.random", "Control: random numbers, the same for every input of this length", takes_samples=True)
 def _random(question: Question) -> Scored:
     if question.is_batch:
-        return _by_place(question, [random_scores(1, n)[0] for n in _lengths(question)])
-    return _by_place(question, list(random_scores(len(question.out_tokens), len(question.operator.input))))
+        return _by_place(question, lambda n: random_scores(1, n)[0])
+    scores = random_scores(len(question.out_tokens), len(question.operator.input))
+    return Scored(scores=scores, bias_share=unknown_bias(question))
 
 
 @method("control.recency", "Control: later tokens score higher", takes_samples=True)
 def _recency(question: Question) -> Scored:
-    return _by_place(question, [recency_scores(n) for n in _lengths(question)])
+    return _by_place(question, lambda n: torch.arange(n, dtype=torch.float64))
 
 
 @method("control.position", "Control: earlier tokens score higher", takes_samples=True)
 def _position(question: Question) -> Scored:
-    return _by_place(question, [position_scores(n) for n in _lengths(question)])
+    # Never negative, since a study may rank by magnitude.
+    return _by_place(question, lambda n: torch.arange(n, dtype=torch.float64).flip(0))
 
 
 @method("control.embedding_norm", "Control: norm of the state that enters the first block", takes_samples=True)

@@ -95,16 +95,16 @@ class Decomposition:
         vectors = torch.einsum("...hij,...hjd->...ijd", self.attention[..., rows, :], self.projected)
         return self.before(vectors, rows)
 
-    def added(self, vectors: Vectors, rows: slice) -> Vectors:
-        """$s_{ij}$ from $c_{ij}$: what each source adds to the residual stream."""
-        return self.after(vectors, rows)
-
-    def with_residual(self, mixed: Vectors, rows: slice) -> Vectors:
-        """$y_{ij} = δ_{ij} x_i + s_{ij}$ from $c_{ij}$, which may be written over."""
-        vectors = self.added(mixed, rows)
+    def with_residual(self, rows: slice) -> Vectors:
+        """$y_{ij} = δ_{ij} x_i + s_{ij}$."""
+        vectors = self.after(self.mixed(rows), rows)
         # The diagonal i = j of (out_token, in_token), its tokens on the last axis: (…, channel, out_token).
         vectors.diagonal(rows.start, -3, -2).add_(self.x[..., rows, :].to(vectors).mT)
         return vectors
+
+    def attended(self, rows: slice) -> Vectors:
+        """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN)."""
+        return self.first(self.with_residual(rows), rows)
 
     @cached_property
     def output(self) -> Float[Tensor, "*sample token channel"]:

@@ -8,7 +8,7 @@ line, the explorer and the studies iterate over this table, so all of them have 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -114,7 +114,7 @@ class Question:
 
     def at_outputs(self, states: Tensor) -> Tensor:
         """Each row's own output of states (sample, token, …): (row, …)."""
-        return states[self._places(list(range(len(self.out_tokens))), states.device)]
+        return states[self._places(range(len(self.out_tokens)), states.device)]
 
     # What rows explain ------------------------------------------------------------------------------------------------
 
@@ -129,12 +129,9 @@ class Question:
         recording, readout = self.recording, self.recording.readout
         assert readout is not None, "asked of a model with a head"
         if recording.head is not None:
-            return torch.nn.functional.linear(self._read(readout), recording.head.weight, recording.head.bias)
+            places = self._places(range(len(self.out_tokens)), readout.device, read=True)
+            return torch.nn.functional.linear(readout[places], recording.head.weight, recording.head.bias)
         return readout[list(self.of)] if readout.dim() == 2 else self.at_outputs(readout)
-
-    def _read(self, readout: Tensor) -> Tensor:
-        """(row, channel) of what the unembedding reads at each row's output."""
-        return readout[self._places(list(range(len(self.out_tokens))), readout.device, read=True)]
 
     @cached_property
     def chosen(self) -> Chosen:
@@ -169,7 +166,7 @@ class Question:
         the length along the output state, $⟨X^N_i, \mathrm{end}_i⟩$.
         """
         head = self.recording.head
-        places = self._places(list(rows), end.device, read=self.has_classes and head is not None)
+        places = self._places(rows, end.device, read=self.has_classes and head is not None)
         read = end[places[0]] if end.dim() == 2 else end[places]  # (row, channel), or (row, class) without a known head
         if not self.has_classes:
             return (read * self.recording.states[-1][places].to(end)).sum(-1)
@@ -205,7 +202,8 @@ class Question:
             return _weighed(self.operator.pull_from_head(torch.cat(rows)), self._input)
         readout, x = recording.readout, recording.states[self.operator.span.start]
         return self._by_layers(
-            lambda layer: self.operator.pull_samples(self._at_readout(readout, layer, columns), to_logits=True), x
+            lambda layer: self.operator.pull_samples(self._placed(readout, layer, columns, read=True), to_logits=True),
+            x,
         )
 
     @property
@@ -232,20 +230,14 @@ class Question:
         n = range(len(self.out_tokens))
         return Weighed(torch.stack([parts[row] for row in n]), torch.stack([sizes[row] for row in n]))
 
-    def _placed(self, like: Tensor, layer: list[int], starts: Tensor) -> Tensor:
-        """Cotangents (sample, token, channel) of the rows of a layer."""
+    def _placed(self, like: Tensor, layer: list[int], starts: Tensor, *, read: bool = False) -> Tensor:
+        """Cotangents (sample, token, channel) of the rows of a layer, at their outputs or where the head reads."""
         u = torch.zeros_like(like)
-        samples, places = self._places(layer, like.device)
-        u[samples, places] = starts[layer].to(u)
+        places = self._places(layer, like.device, read=read)
+        u[places[0] if like.dim() == 2 else places] = starts[layer].to(u)
         return u
 
-    def _at_readout(self, readout: Tensor, layer: list[int], columns: Tensor) -> Tensor:
-        u = torch.zeros_like(readout)
-        samples, places = self._places(layer, readout.device, read=True)
-        u[samples if readout.dim() == 2 else (samples, places)] = columns[layer].to(u)
-        return u
-
-    def _places(self, layer: list[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
+    def _places(self, layer: Sequence[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
         """Samples and outputs of some rows, or where the head reads these."""
         outputs = [self.recording.place_read(self.out_tokens[row]) if read else self.out_tokens[row] for row in layer]
         return sent([self.of[row] for row in layer], device), sent(outputs, device)
@@ -269,6 +261,12 @@ def _weighed(pulled: Tensor, x: Tensor) -> Weighed:
     return Weighed(products.sum(-1), products.abs().sum(-1))
 
 
+WARNING = (
+    "these scores remain after large terms cancel ({kept:.0e} of their magnitudes), so rounding may be "
+    "{noise:.0%} of them. Use a wider type, or rules that keep more fixed, such as `Rules.paper()`"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """What a method found.
@@ -279,6 +277,7 @@ class Scored:
         notes: More for the `meta` of every map.
         by_row: Numbers per row for the `meta`, by name.
         chosen: The target of each row, where it explains one.
+        names: What these are called, once they are known.
     """
 
     scores: Tensor
@@ -286,6 +285,27 @@ class Scored:
     notes: dict[str, Any] = field(default_factory=dict)
     by_row: dict[str, Tensor] = field(default_factory=dict)
     chosen: Chosen | None = None
+    names: tuple[str, ...] | None = None
+
+    def meta(self, rows: slice | int = slice(None)) -> dict[str, Any]:
+        """Notes for a map of some rows, or of one."""
+        chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows
+        found: dict[str, Any] = dict(self.notes)
+        if self.names is not None:
+            names = self.names[chosen]
+            found["explains" if found.pop("explains", None) else "target"] = (
+                names[0] if len(set(names)) == 1 else list(names)
+            )
+        for name in ("logit", "sink_gives"):
+            if name in self.by_row:
+                found[name] = self.by_row[name][chosen].tolist()
+        if "kept" in self.by_row:
+            kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
+            found["kept"] = kept.tolist()
+            worst = int(noise.argmax())
+            if float(noise[worst]) > MAP_NOISE:
+                found["warning"] = WARNING.format(kept=float(kept[worst]), noise=min(1.0, float(noise[worst])))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,68 +403,21 @@ def check_out_token(question_token: object, pools: bool, name: str) -> None:
 # From what a method found to maps -------------------------------------------------------------------------------------
 
 
-WARNING = (
-    "these scores remain after large terms cancel ({kept:.0e} of their magnitudes), so rounding may be "
-    "{noise:.0%} of them. Use a wider type, or rules that keep more fixed, such as `Rules.paper()`"
-)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a method found, on the CPU.
-
-    Attributes:
-        scores: (row, in_token).
-        bias_share: (row,).
-        names: What each row's target is called, if it explains one.
-        notes: The same for all rows.
-        by_row: Numbers per row.
-    """
-
-    scores: Tensor
-    bias_share: Tensor
-    names: tuple[str, ...] | None
-    notes: dict[str, Any]
-    by_row: dict[str, Tensor]
-
-    def meta(self, rows: slice | int = slice(None)) -> dict[str, Any]:
-        """Notes for a map of some rows, or of one."""
-        chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows
-        found: dict[str, Any] = dict(self.notes)
-        if self.names is not None:
-            names = self.names[chosen]
-            found["explains" if found.pop("explains", None) else "target"] = (
-                names[0] if len(set(names)) == 1 else list(names)
-            )
-        for name in ("logit", "sink_gives"):
-            if name in self.by_row:
-                found[name] = self.by_row[name][chosen].tolist()
-        if "kept" in self.by_row:
-            kept, noise = self.by_row["kept"][chosen], self.by_row["noise"][chosen]
-            found["kept"] = kept.tolist()
-            worst = int(noise.argmax())
-            if float(noise[worst]) > MAP_NOISE:
-                found["warning"] = WARNING.format(kept=float(kept[worst]), noise=min(1.0, float(noise[worst])))
-        return found
-
-
-def begin_finishing(found: Scored, classes: Classes | None) -> Callable[[], Finished]:
+def begin_finishing(found: Scored, classes: Classes | None) -> Callable[[], Scored]:
     """Start copying the result to the CPU; calling the returned function waits for the copy, not for later work."""
-    waiting = {"scores": on_its_way(found.scores), "bias_share": on_its_way(found.bias_share)}
+    scores, bias_share = on_its_way(found.scores), on_its_way(found.bias_share)
     by_row = {name: on_its_way(values) for name, values in found.by_row.items()}
-    chosen = None if found.chosen is None else [on_its_way(part) for part in found.chosen]
-    notes = found.notes
+    chosen = () if found.chosen is None or classes is None else [on_its_way(part) for part in found.chosen]
 
-    def finish() -> Finished:
-        names = None
-        if chosen is not None and classes is not None:
-            ids, weights = (part().tolist() for part in chosen)
-            names = tuple(
-                classes.names({index: weight for index, weight in zip(*row, strict=True) if weight})
-                for row in zip(ids, weights, strict=True)
-            )
-        return Finished(
-            waiting["scores"](), waiting["bias_share"](), names, notes, {name: wait() for name, wait in by_row.items()}
+    def finish() -> Scored:
+        rows = zip(*(part().tolist() for part in chosen), strict=True)  # (ids, weights) of each
+        pairs = [{index: weight for index, weight in zip(*row, strict=True) if weight} for row in rows]
+        return replace(
+            found,
+            scores=scores(),
+            bias_share=bias_share(),
+            by_row={name: wait() for name, wait in by_row.items()},
+            names=tuple(classes.names(one) for one in pairs) if classes is not None and chosen else None,
         )
 
     return finish

@@ -17,8 +17,34 @@ from tensorlens.models.plain_text import check_unicode
 Weights = dict[int, float]
 """Weights on logits by class."""
 
-Target = str | int | tuple[str | int, str | int] | Weights
-"""What is explained: a token or class, a pair of them for a contrast, or weights by class."""
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Feature:
+    r"""A feature of a dictionary as a target, $w·x_i + b$ at a token: its activation wherever it is active.
+
+    Attributes:
+        number: Which one.
+        block: The block that it reads.
+        row: w, its row of the encoder.
+        bias: b.
+        component: What it takes apart: ``"feed-forward"`` or ``"attention"``.
+        reads: What it reads there: what the component gives, what it takes, or the stream before it.
+    """
+
+    number: int
+    block: int
+    row: Tensor
+    bias: float
+    component: str
+    reads: str
+
+    def __str__(self) -> str:
+        """What it is called."""
+        return f"feature {self.number} of block {self.block}"
+
+
+Target = str | int | tuple[str | int, str | int] | Weights | Feature
+"""What is explained: a token or class, a pair of them for a contrast, weights by class, or a feature."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -51,6 +77,8 @@ class Classes:
                     f"Weights must be {{id: number}} with at least one entry and no NaN; got {target!r:.80}."
                 )
             return {self.index(index): float(weight) for index, weight in target.items()}
+        if isinstance(target, Feature):
+            raise InputError(f"Expected a target on logits; got {target}, which `T.components` and `T.graph` explain.")
         if isinstance(target, (tuple, list)):
             if len(target) != 2:
                 raise InputError(f"A contrast is a pair (target, other); got {len(target)} entries.")

@@ -42,7 +42,6 @@ from tensorlens.models.chains import (
     entering,
     find_chain,
     find_encoder,
-    holds_enough,
     is_in_list,
     leaving,
 )
@@ -222,11 +221,11 @@ def _choose(model: nn.Module, tree: Anatomy | None, chain: Chain, evidence: Evid
     if chain and not is_named:
         return _by_chain(model, chain, evidence), chain
     calls = [] if tree is None else _calls_of(tree, evidence)
-    if tree is not None and calls and (is_named or holds_enough(calls, evidence)):
+    if tree is not None and calls:
         return tree, calls
     if chain:
         return _by_chain(model, chain, evidence), chain
-    if tree is None or calls:
+    if tree is None:
         raise _nothing_repeats(model)
     ran = next((call for call in evidence.calls if call.module in tree.blocks), None)
     raise never_ran(model, tree.stack) if ran is None else _not_seen(model, ran)
@@ -351,7 +350,7 @@ def _read_by_head(ending: Ending, taken: Sequence[Seen], evidence: Evidence) -> 
     """The same ending, or what the head reads where a final norm is a mere function, which no module call shows."""
     if ending.body_end is not None or len(taken) != 1 or taken[0].shape != ending.state.shape:
         return ending
-    is_same = evidence.is_same(taken[0].node, ending.state.node) or not evidence.is_flow_known
+    is_same = evidence.is_same(taken[0].node, ending.state.node)
     return ending if is_same else replace(ending, body_end="", state=taken[0])
 
 
@@ -359,7 +358,7 @@ def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool
     """Whether what the unembedding gives is what the model returns."""
     given = [call.given[0].node for call in evidence.calls if call.module is unembedding and call.given]
     output = evidence.output
-    return bool(given) and output is not None and evidence.is_flow_known and evidence.is_same(given[-1], output.node)
+    return bool(given) and output is not None and evidence.is_same(given[-1], output.node)
 
 
 def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module | None, evidence: Evidence) -> int:

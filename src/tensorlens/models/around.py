@@ -23,8 +23,6 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
         ends: Nodes of what counts: X^N and the model's output.
         evidence: The pass in which they ran.
     """
-    if not evidence.is_flow_known:
-        return ()
     starts = {entering(some[0]).node for some in (chain, encoder) if some}
     leads_there, leads_to_start = evidence.before(ends, starts), evidence.before(starts)
     from_start, from_input = evidence.after(starts), evidence.after(range(evidence.n_inputs))
@@ -43,8 +41,6 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
 
     Those that lead to X⁰, or follow from a block, belong to what is before or behind.
     """
-    if not evidence.is_flow_known:
-        return ()
     own = {one.number for call in (*chain, *encoder) for one in (*call.walk(), *call.holders())}
     kinds = {type(call.module) for call in chain}
     before = evidence.before({entering(chain[0]).node})
@@ -75,8 +71,6 @@ def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> Modul
     None where the first block takes all there is, or no call gives it.
     """
     first, targets = entering(chain[0]), list(ends)
-    if not evidence.is_flow_known:
-        return None
     behind = evidence.before({first.node}) & evidence.after(range(evidence.n_inputs))
     behind -= {*range(evidence.n_inputs), first.node}
 

@@ -4,16 +4,16 @@
 
 1. *States first* (`put_states_first`): where calls alike take a mask or positions before their state, the state is what
    each of them hands to the next.
-2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with `COVERED` of its weights in it and the
-   state going through them and not around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
+2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with the state going through them and not
+   around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
 3. *What repeats* (`_repeated`): stages, calls that have their like beside them, and what stands in one list with those.
 4. *A series* (`_series`): the heaviest sequence of these in which the state flows from each to the next.
 5. *Strike out* (`_lonely`, `_between`): members whose like is not in the series, adapters between the blocks. Then 4
    again, until there is nothing to strike out.
 6. *Without the stem* (`without_stem`): small convolutions over pixels may be alike too.
 
-If fewer than two blocks come out, it is tried again less strictly: stages around which the state may go, then modules
-that are alike by their class alone.
+If fewer than two blocks come out, modules are alike by their class alone: stages of one block each may differ by a
+position or a split.
 """
 
 from __future__ import annotations
@@ -31,24 +31,18 @@ from tensorlens.models.stacks import CONTAINERS
 
 PASSIVE = (*CONTAINERS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
 """What may be in a linear layer besides its weights."""
-COVERED = 0.5
-"""A module is opened, and counts as a stage and not as a block, if what repeats has this part of the weights in it."""
 STEM = 0.001
 """A first block with a smaller part of the chain's weights belongs to what comes before."""
 SMALL = 0.2
 """Lists among the blocks that hold less than this part of their weights are not blocks."""
-
-LEAST = 0.1
-"""A list of modules with a smaller part of the weights that ran counts as a list of blocks only if it is named."""
-
 Chain = list[ModuleCall]
 
 
 def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
     """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats."""
     put_states_first(evidence)
-    for sound, by_weights in ((True, True), (False, True), (True, False)):
-        search = _Search(evidence, sound, by_weights)
+    for by_weights in (True, False):
+        search = _Search(evidence, by_weights)
         chain = search.without_stem(search.chain(within or evidence.root))
         if len(chain) > 1:
             return chain
@@ -58,7 +52,7 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
 def put_states_first(evidence: Evidence) -> None:
     """Let calls begin with their state where they take something else first: a mask, positions, a memory."""
     alike: dict[Any, Chain] = {}
-    for call in evidence.calls if evidence.is_flow_known else ():
+    for call in evidence.calls:
         if len(call.taken) > 1 and call.given:
             # By parent: a decoder takes what its encoder gave, but not as its state.
             key = (id(call.parent), type(call.module), len(call.taken), call.place)
@@ -116,18 +110,6 @@ def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
     return bool(name) and isinstance(evidence.root.module.get_submodule(path), CONTAINERS)
 
 
-def holds_enough(chain: Chain, evidence: Evidence) -> bool:
-    """Whether calls may be blocks though nobody named them: they hold at least `LEAST` of the weights that ran."""
-    ran = {call.module for call in evidence.calls if call.start < chain[-1].stop}
-    sizes = {
-        id(part): sum(weight.numel() for weight in part.parameters(recurse=False) if weight.dim() > 1)
-        for part in ran
-        if not isinstance(part, nn.Embedding)
-    }
-    inside = {id(part) for call in chain for part in call.module.modules()}
-    return sum(size for part, size in sizes.items() if part in inside) >= LEAST * sum(sizes.values())
-
-
 class _Part(NamedTuple):
     """A call, and the blocks it stands for: those in it if it is a stage, itself otherwise."""
 
@@ -144,13 +126,11 @@ class _Search:
 
     Args:
         evidence: What ran.
-        sound: Whether a stage is opened only if the state goes through its members, and not around them.
         by_weights: Whether modules alike have the names of their weights in common too, and not only their class.
-            Stages of one block each may differ by a position or a split.
     """
 
-    def __init__(self, evidence: Evidence, sound: bool, by_weights: bool) -> None:
-        self.evidence, self.sound, self.by_weights = evidence, sound, by_weights
+    def __init__(self, evidence: Evidence, by_weights: bool) -> None:
+        self.evidence, self.by_weights = evidence, by_weights
         self.modules = dict(evidence.root.module.named_modules())
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
@@ -178,10 +158,8 @@ class _Search:
     def _opened(self, kid: ModuleCall) -> Chain:
         parts = self._parts(kid)
         inner = [block for part in parts for block in part.blocks]
-        large = {id(part.module): part for part in kid.children if len(self._matrices(part.module)) > 1}
-        is_stage = len(inner) > 1 and self._size(inner) >= COVERED * self._size(list(large.values()))
-        is_stage = is_stage and not self._joins(inner)
-        return inner if is_stage and (not self.sound or self._is_cut(parts, kid)) else [kid]
+        is_stage = len(inner) > 1 and not self._joins(inner) and self._is_cut(parts, kid)
+        return inner if is_stage else [kid]
 
     def _joins(self, chain: Chain) -> bool:
         """Whether members take, beside what the one before gave, something else made of it: gates of a block do.
@@ -237,19 +215,20 @@ class _Search:
 
         They are small, or the state goes around all of them.
         """
-        by_list: dict[str | None, list[_Part]] = {}
-        for part in series:
-            by_list.setdefault(None if part.is_stage else self._list_of(part.call), []).append(part)
-        weights = {path: self._size([part.call for part in some]) for path, some in by_list.items()}
-        largest = max(weights, key=lambda path: weights[path], default=None)
-        places = [n for n, part in enumerate(series) if part in by_list.get(largest, [])]
+        by_list: dict[str | None, list[int]] = {}
+        for n, part in enumerate(series):
+            by_list.setdefault(None if part.is_stage else self._list_of(part.call), []).append(n)
+        sizes = {path: self._size([series[n].call for n in some]) for path, some in by_list.items()}
+        largest = max(sizes, key=lambda path: sizes[path], default=None)
 
         def is_between(path: str | None) -> bool:
-            others = [n for n, part in enumerate(series) if part in by_list[path]]
-            is_mixed = sum(places[0] < n < places[-1] for n in others) > 1
-            return is_mixed and (weights[path] < SMALL * weights[largest] or self._is_passed_by(series, others))
+            some, blocks = by_list[path], by_list[largest]
+            is_mixed = sum(blocks[0] < n < blocks[-1] for n in some) > 1
+            return is_mixed and (sizes[path] < SMALL * sizes[largest] or self._is_passed_by(series, some))
 
-        return [part for path in by_list if path not in (None, largest) and is_between(path) for part in by_list[path]]
+        return [
+            series[n] for path in by_list if path not in (None, largest) and is_between(path) for n in by_list[path]
+        ]
 
     def _is_passed_by(self, series: list[_Part], places: list[int]) -> bool:
         """Whether the state goes around the parts at these places, as far as something follows them."""
@@ -260,13 +239,11 @@ class _Search:
             sources, past = {seen.node for seen in a.given}, {seen.node for seen in b.given}
             return self.evidence.reaches(sources - past, entering(c).node, past=past, since=a.start)
 
-        return bool(inner) and self.evidence.is_flow_known and all(map(is_passed_by, inner))
+        return bool(inner) and all(map(is_passed_by, inner))
 
     def _flows(self, a: _Part, b: _Part, others: Sequence[_Part] = ()) -> bool:
         """Whether what one part gave reaches the state of another, and not only through what others gave."""
         last, first = a.blocks[-1], b.blocks[0]
-        if not self.evidence.is_flow_known:
-            return True
         sources = {seen.node for seen in last.given}
         past = {
             seen.node for part in others if part is not a and part is not b for seen in part.blocks[-1].given

@@ -90,7 +90,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
 
 def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidence: Evidence) -> bool:
     """Whether a norm takes the state around all that began like a head, and the model's output nothing else of it."""
-    if evidence.output is None or not evidence.is_flow_known:
+    if evidence.output is None:
         return False
     past = {seen.node for head in heads for seen in head.given}
     is_read = any(evidence.reaches({state.node}, seen.node, past=past, since=state.node) for seen in norm.taken)
@@ -107,7 +107,7 @@ def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall
     if not (_is_norm(first, state, evidence) and _keeps_tokens(given, state)):
         return _norm_first(first, state, evidence)
     is_all = not evidence.reaches({state.node}, head.given[0].node, past={given.node}, since=state.node)
-    return first if is_all and evidence.is_flow_known else None
+    return first if is_all else None
 
 
 def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None]]:
@@ -209,7 +209,7 @@ def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) 
     is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate calls what it found
     if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks(module):
         return False
-    if output is None or not call.given or not evidence.is_flow_known:
+    if output is None or not call.given:
         return True
     return not evidence.reaches({ending.state.node}, output.node, past={call.given[0].node}, since=ending.state.node)
 

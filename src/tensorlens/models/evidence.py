@@ -7,12 +7,12 @@ is a node, whose parents are the nodes it was made from. Nothing of the pass is 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,7 +99,6 @@ class Evidence:
         origins: For each node the one that first held its values: views and copies have that of their source.
         ends: For nodes that a softmax or its like made, the node it took.
         output: What the model returned: its logits or its state.
-        is_flow_known: Whether operations were seen; otherwise nodes only tell which modules shared a tensor.
         n_inputs: How many of the nodes, the first ones, are tensors that the model was called with.
     """
 
@@ -108,7 +107,6 @@ class Evidence:
     origins: tuple[int, ...]
     ends: Mapping[int, int]
     output: Seen | None
-    is_flow_known: bool
     n_inputs: int = 0
 
     @property
@@ -163,19 +161,9 @@ def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[n
         methods_of: Modules whose methods count as calls too.
     """
     refuse_without_values(model)
-    try:
-        return _watch(model, arguments, methods_of, _Flow())
-    except Exception:  # noqa: BLE001  a kernel that takes no dispatch mode; the model's own errors come again
-        with own_errors(model, arguments):
-            return _watch(model, arguments, methods_of, _Flow(seen=False))
-
-
-def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[nn.Module], flow: _Flow) -> Evidence:
+    flow = _Flow()
     calls = _Calls(model, flow, methods_of)
-    with ExitStack() as stack:
-        stack.enter_context(running(model, observer=calls.at, methods_of=methods_of))
-        if flow.seen:
-            stack.enter_context(flow)
+    with own_errors(model, arguments), running(model, observer=calls.at, methods_of=methods_of), flow:
         arguments = map_tensors(lambda tensor: tensor, arguments)  # a model may write into dictionaries it is given
         for tensor in tensors_in(arguments):
             flow.see(tensor)
@@ -189,7 +177,6 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[
         origins=tuple(flow.origins),
         ends=dict(flow.ends),
         output=None if found is None else flow.see(found),
-        is_flow_known=flow.seen,
         n_inputs=n_inputs,
     )
 
@@ -203,9 +190,10 @@ def _size(tensor: Tensor) -> Tensor:
 class _Flow(TorchDispatchMode):
     """Which tensor was made from which, by the identity of their storages."""
 
-    def __init__(self, *, seen: bool = True) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = seen
         self.parents: list[tuple[int, ...]] = []
         self.origins: list[int] = []
         self.ends: dict[int, int] = {}
@@ -217,9 +205,10 @@ class _Flow(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         sources = [node for node in map(self._find, tensors_in((args, kwargs))) if node is not None]
         if sources:
-            name = func._schema.name.split("::")[-1]
+            is_one = isinstance(func, OpOverload)  # not an operator that takes functions, such as flex attention
+            name = func._schema.name.split("::")[-1] if is_one else ""
             for tensor in tensors_in(result):
-                if not (func.is_view and self._find(tensor) is not None):
+                if not (is_one and func.is_view and self._find(tensor) is not None):
                     self._note(tensor, name, sources)
         return result
 

@@ -7,7 +7,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,4 +121,18 @@ def check_zip(name: str | Path, file: Path) -> None:
     if unpacked > MOST_UNPACKED * file.stat().st_size + FEW_PARAMETERS:
         raise LoadError(
             f"{name}: {file.name} unpacks to {unpacked:.2g} bytes, far more than weights do, so it is not read."
+        )
+
+
+def check_complete(name: str | Path, model: Any, wrong: Iterable[str]) -> None:
+    """Refuse a checkpoint without some weights of its model, or with others: what is missing would be random.
+
+    Raises:
+        LoadError: Some are named.
+    """
+    if wrong := sorted(wrong):
+        raise LoadError(
+            f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
+            f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''} ({len(wrong)} in all), or calls them otherwise; "
+            'they would be random. Choose another head=, for instance "none", or complete the checkpoint.'
         )

@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tensorlens.errors import LoadError, missing_extra
 from tensorlens.models.archives import one_file
 from tensorlens.models.cache import cache_key, convert_once
-from tensorlens.models.foreign_files import MOST_BLOCKS, check_proportion, foreign_reader
-from tensorlens.models.gguf_encoders import ENCODERS, convert_encoder
+from tensorlens.models.foreign_files import MOST_BLOCKS, check_complete, check_proportion, foreign_reader
+from tensorlens.models.gguf_encoders import ENCODERS, Ask, convert_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +48,18 @@ def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None
         for package in ("gguf", "accelerate"):
             if importlib.util.find_spec(package) is None:
                 raise missing_extra("Reading a .gguf file", package, "gguf")
-        with foreign_reader(lambda said: _unreadable(name, said)):  # noqa: SIM117  # the file is removed within
-            with one_file(parts, target, inside) as file, _progress_for_people(), read_once(file):
-                _dequantise(name, file, target)
+        with (
+            foreign_reader(
+                lambda said: (
+                    f"{name}: the .gguf file could not be converted ({said}). transformers reads only some "
+                    "GGUF architectures; load the original checkpoint from its folder or hub id instead."
+                )
+            ),
+            one_file(parts, target, inside) as file,
+            _progress_for_people(),
+            read_once(file),
+        ):
+            _dequantise(name, file, target)
 
     return convert_once(cache_key(name, parts, version=version), make)
 
@@ -79,20 +89,14 @@ def _progress_for_people() -> Iterator[None]:
         yield
 
 
-def _unreadable(name: str, said: str) -> str:
-    return (
-        f"{name}: the .gguf file could not be converted ({said}). transformers reads only some GGUF "
-        f"architectures; load the original checkpoint from its folder or hub id instead."
-    )
-
-
 def _dequantise(name: str, file: Path, target: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_header(name, file)
-    if Metadata(file).get("general.architecture", "") in ENCODERS:
-        convert_encoder(file, Metadata(file).get, target)
+    ask = header_of(file)
+    if ask("general.architecture", "") in ENCODERS:
+        convert_encoder(file, ask, target)
         return
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     check_proportion(name, config, AutoModelForCausalLM, [file])
@@ -101,11 +105,7 @@ def _dequantise(name: str, file: Path, target: Path) -> None:
     model, info = reader.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
     )
-    if missing := sorted(info["missing_keys"]):
-        raise LoadError(
-            f"{file.name}: every weight of a {type(model).__name__} was expected, but {missing[:5]} are missing "
-            f"({len(missing)} in all). Load the original checkpoint from its folder or hub id instead."
-        )
+    check_complete(file.name, model, info["missing_keys"])
     # What is saved is no longer quantised, and must not be taken for it when read.
     model.config.quantization_config = None
     del model.config.quantization_config
@@ -119,12 +119,19 @@ def check_header(name: str, file: Path) -> None:
     Raises:
         LoadError: The header counts more blocks than any model has.
     """
-    metadata = Metadata(file)
-    architecture = metadata.get("general.architecture", "")
+    ask = header_of(file)
     for what in ("block_count", "expert_count"):
-        count = metadata.get(f"{architecture}.{what}", 0)
+        count = ask(f"{ask('general.architecture', '')}.{what}", 0)
         if not isinstance(count, int) or not 0 <= count <= MOST_BLOCKS:
             raise LoadError(f"{name}: the header says {what} = {count}; at most {MOST_BLOCKS} are read.")
+
+
+def header_of(file: Path) -> Ask:
+    """The values of a GGUF file by key, each decoded when asked for."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    return lambda key, default: fields[key].contents() if key in fields else default
 
 
 # The header -----------------------------------------------------------------------------------------------------------
@@ -142,31 +149,23 @@ def read_once(file: Path) -> Iterator[None]:
     of a conversion.
     """
     import gguf
+    import numpy as np
 
-    with _PATCHING:
-        usual, kept = gguf.GGUFReader, _plain_reader(gguf.GGUFReader, file)
-
-        def reader(path: str | os.PathLike[str], *rest: Any, **options: Any) -> Any:
-            is_kept = not rest and not options and Path(path).resolve() == file.resolve()
-            return kept if is_kept else usual(path, *rest, **options)
-
-        gguf.GGUFReader = reader  # type: ignore[assignment,misc]
-        try:
-            yield
-        finally:
-            gguf.GGUFReader = usual
-
-
-def _plain_reader(usual: Any, file: Path) -> Any:
-    """A reader that slices a plain array over the mapped file."""
+    usual: Any = gguf.GGUFReader
 
     class PlainReader(usual):
-        def __setattr__(self, name: str, value: Any) -> None:
-            import numpy as np
+        """Slices a plain array over the mapped file."""
 
+        def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-    return PlainReader(file)
+    kept = PlainReader(file)
+
+    def reader(path: str | os.PathLike[str]) -> Any:
+        return kept if Path(path).resolve() == file.resolve() else usual(path)
+
+    with _PATCHING, mock.patch.object(gguf, "GGUFReader", reader):
+        yield
 
 
 # The tokenizer --------------------------------------------------------------------------------------------------------
@@ -177,39 +176,26 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     from tokenizers.models import Unigram
     from transformers import AutoTokenizer
 
-    metadata = Metadata(file)
+    ask = header_of(file)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    is_gemma = metadata.get("general.architecture", "").startswith("gemma")
+    is_gemma = ask("general.architecture", "").startswith("gemma")
     if is_gemma and isinstance(tokenizer.backend_tokenizer.model, Unigram):
         raise LoadError(
             f"{file.name}: this version of transformers mistakes Gemma's tokenizer for a different kind and "
             f"would not tokenise texts as in training. Install transformers>=5.22."
         )
-    return _framed(tokenizer, metadata)
+    return _framed(tokenizer, ask)
 
 
-class Metadata:
-    """Values of a GGUF file by key, each decoded when asked for."""
-
-    def __init__(self, file: Path) -> None:
-        from gguf import GGUFReader
-
-        self._fields = GGUFReader(file).fields
-
-    def get(self, key: str, default: Any) -> Any:
-        """The value of `key`, or `default` if the file has none."""
-        return self._fields[key].contents() if key in self._fields else default
-
-
-def _framed(tokenizer: Any, metadata: Metadata) -> PreTrainedTokenizerBase:
+def _framed(tokenizer: Any, ask: Ask) -> PreTrainedTokenizerBase:
     """The tokenizer with the first and last token the file asks for, which transformers leaves out."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     # Convention: as in llama.cpp, a sentencepiece vocabulary has a beginning token unless the file denies it.
-    is_sentencepiece = metadata.get("tokenizer.ggml.model", "") == "llama"
-    wants_bos = metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece)
-    wants_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    is_sentencepiece = ask("tokenizer.ggml.model", "") == "llama"
+    wants_bos = ask("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    wants_eos = ask("tokenizer.ggml.add_eos_token", False)
     bos = [tokenizer.bos_token] if wants_bos and tokenizer.bos_token else []
     eos = [tokenizer.eos_token] if wants_eos and tokenizer.eos_token else []
     backend = tokenizer.backend_tokenizer

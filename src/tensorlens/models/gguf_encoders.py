@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import LoadError
+from tensorlens.models.foreign_files import check_complete
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,9 +60,8 @@ def convert_encoder(file: Path, ask: Ask, target: Path) -> None:
     if pooling := _POOLINGS.get(ask("nomic-bert.pooling_type", 0)):
         _write_pooling(target, pooling)
     reader: Any = transformers.NomicBertModel
-    _, info = reader.from_pretrained(target, output_loading_info=True)
-    if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
-        raise LoadError(f"{file.name}: the weights of a NomicBertModel were expected, but {wrong[:5]} do not fit.")
+    model, info = reader.from_pretrained(target, output_loading_info=True)
+    check_complete(file.name, model, {*info["missing_keys"], *info["unexpected_keys"]})
 
 
 def nomic_bert_weights(read: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,27 +38,16 @@ def _readable(piece: Any, tokenizer: Any, special: set[str]) -> str:
     text = tokenizer.convert_tokens_to_string([piece])
     if "�" not in text:
         return text or piece
-    alphabet = _byte_alphabet()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    alphabet = {character: value for value, character in bytes_to_unicode().items()}
     if all(character in alphabet for character in piece):
         return _bytes(bytes(alphabet[character] for character in piece))
     return piece
 
 
 def _bytes(values: bytes) -> str:
-    try:
-        return values.decode("ascii") if values.isascii() else "".join(f"⟨{value:02X}⟩" for value in values)
-    except UnicodeDecodeError:
-        return "".join(f"⟨{value:02X}⟩" for value in values)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte behind each character of a byte-level vocabulary.
-
-    Printable bytes stand for themselves, the others are numbered from U+0100 on.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + n): value for n, value in enumerate(others)}
+    return values.decode("ascii") if values.isascii() else "".join(f"⟨{value:02X}⟩" for value in values)
 
 
 def patch_labels(n_tokens: int, rows: int, columns: int, special: Sequence[str] = ("[CLS]",)) -> tuple[str, ...]:

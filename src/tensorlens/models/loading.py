@@ -16,10 +16,16 @@ import torch
 
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
-from tensorlens.models.foreign_files import check_config_file, check_proportion, check_zip, foreign_reader
+from tensorlens.models.foreign_files import (
+    check_complete,
+    check_config_file,
+    check_proportion,
+    check_zip,
+    foreign_reader,
+)
 from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.remote_code import build, remote_class
-from tensorlens.models.resolving import Location, ask_hub, not_on_hub, resolve, weight_files
+from tensorlens.models.resolving import local_folder, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -95,22 +101,17 @@ def load_pretrained(
         LoadError: The model cannot be found or read, or an option is unknown.
     """
     options = _options(device, dtype, device_map, attention, trust_remote_code, head)
-    place = _reachable(resolve(name, revision))
-    with _quiet(), _converted(place):
-        config = _load_config(name, place, trust_remote_code)
-        if attention is None:
-            _pin_attention(config)
-        model = _load_model(name, place, config, head, options)
-        processor = _load_processor(name, place, model, trust_remote_code)
+    with _quiet():
+        folder = local_folder(name, revision)
+        with _converted(folder):
+            config = _load_config(name, folder, trust_remote_code)
+            if attention is None:
+                _pin_attention(config)
+            model = _load_model(name, folder, config, head, options)
+            processor = _load_processor(name, folder, model, trust_remote_code)
     if device_map is None:
         model = model.to(_device(device))  # pyright: ignore[reportArgumentType]
     return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
-
-
-def _reachable(place: Location) -> Location:
-    """The place itself, or the copy that an earlier download left where the hub does not answer."""
-    copy = None if place.is_local else ask_hub(place.path, place.revision)
-    return place if copy is None else Location(path=str(copy), is_local=True)
 
 
 def _options(
@@ -187,59 +188,44 @@ def _pin_attention(config: PretrainedConfig) -> None:
 
 def read_config(name: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
     """The config of a model alone: a folder may hold nothing else."""
-    has_config = (Path(name) / "config.json").is_file()
-    place = Location(path=str(name), is_local=True) if has_config else _reachable(resolve(name, revision))
-    with _quiet(), _converted(place):
-        config = _load_config(name, place, trust_remote_code)
+    with _quiet():
+        has_config = (Path(name) / "config.json").is_file()
+        folder = Path(name) if has_config else local_folder(name, revision, weights=False)
+        with _converted(folder):
+            config = _load_config(name, folder, trust_remote_code)
     _pin_attention(config)
     return config
 
 
-def _load_config(name: str | Path, place: Location, trust_remote_code: bool) -> PretrainedConfig:
+def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    if place.is_local:
-        check_config_file(name, Path(place.path) / "config.json")
-        with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
-            return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code)
-    try:
-        return AutoConfig.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
-    except (OSError, ValueError, KeyError) as error:
-        raise not_on_hub(str(name), error) from error
+    check_config_file(name, folder / "config.json")
+    with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _load_model(
-    name: str | Path, place: Location, config: PretrainedConfig, head: str, options: dict[str, Any]
+    name: str | Path, folder: Path, config: PretrainedConfig, head: str, options: dict[str, Any]
 ) -> PreTrainedModel:
     """The model with its head; without it where `auto` finds no weights for one."""
     import transformers
 
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
         model_class = model_class_of(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
-    if place.is_local:
-        _check_weights(name, Path(place.path), config, model_class, trust=options["trust_remote_code"])
-    model, missing = _read(name, place, model_class, config, options)
-    if head == "auto" and missing:
-        prefix = f"{model.base_model_prefix}."
-        if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
-            model, missing = _read(name, place, transformers.AutoModel, config, options)
-    if missing:
-        raise LoadError(
-            f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
-            f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''} ({len(missing)} in all), which would be "
-            'random. Choose another head=, for instance "none", or complete the checkpoint.'
-        )
-    return model
-
-
-def _check_weights(name: str | Path, folder: Path, config: PretrainedConfig, model_class: Any, *, trust: bool) -> None:
-    """Refuse weights that would take more memory than they can be worth."""
     files = weight_files(folder)
     for file in files:
         if file.suffix == ".bin":
             check_zip(name, file)
-    if not (trust or getattr(config, "auto_map", None)):  # the code of another is not run twice
+    if not (options["trust_remote_code"] or getattr(config, "auto_map", None)):  # another's code is not run twice
         check_proportion(name, config, model_class, files)
+    model, missing = _read(name, folder, model_class, config, options)
+    if head == "auto" and missing:
+        prefix = f"{model.base_model_prefix}."
+        if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
+            model, missing = _read(name, folder, transformers.AutoModel, config, options)
+    check_complete(name, model, missing)
+    return model
 
 
 def model_class_of(config: PretrainedConfig) -> Any:
@@ -261,17 +247,15 @@ def model_class_of(config: PretrainedConfig) -> Any:
 
 
 def _read(
-    name: str | Path, place: Location, model_class: Any, config: PretrainedConfig, options: dict[str, Any]
+    name: str | Path, folder: Path, model_class: Any, config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[Any, list[str]]:
     """The model and the weights that were not in the checkpoint."""
     with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
         try:
-            made = _built(model_class, place, config, options)
+            made = _built(model_class, folder, config, options)
             if made is not None:
                 return made
-            model, info = model_class.from_pretrained(
-                place.path, config=config, output_loading_info=True, **place.options, **options
-            )
+            model, info = model_class.from_pretrained(folder, config=config, output_loading_info=True, **options)
         except ImportError as error:
             raise LoadError(f"{name}: a package this checkpoint needs is not installed. {error}") from error
     missing = [key for key in info["missing_keys"] if not any(part in key for part in _UNUSED_PARTS)]
@@ -279,92 +263,67 @@ def _read(
 
 
 def _built(
-    model_class: Any, place: Location, config: PretrainedConfig, options: dict[str, Any]
+    model_class: Any, folder: Path, config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[Any, list[str]] | None:
     """A model of remote code, built in real memory; None where transformers has to load it."""
     if not options["trust_remote_code"] or "device_map" in options or getattr(config, "quantization_config", None):
         return None
-    kind = remote_class(config, model_class.__name__, place.path, place.revision)
+    kind = remote_class(config, model_class.__name__, folder)
     if "attn_implementation" in options:
         config._attn_implementation = options["attn_implementation"]
     dtype = options["dtype"] if options["dtype"] != "auto" else getattr(config, "dtype", None) or torch.float32
-    return None if kind is None else build(kind, config, place.path, place.revision, dtype)
+    return None if kind is None else build(kind, config, folder, dtype)
 
 
-def _load_processor(name: str | Path, place: Location, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
+def _load_processor(name: str | Path, folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:
     """The tokenizer or image processor of the checkpoint, the one of the model's main input first."""
-    readers = [((_TOKENIZER_FILES,), _read_tokenizer), ((_IMAGE_FILES,), _read_image_processor)]
+    import transformers
+
+    readers: list[Any] = [
+        ((_TOKENIZER_FILES,), transformers.AutoTokenizer.from_pretrained),
+        ((_IMAGE_FILES,), _read_image_processor),
+    ]
     if model.main_input_name == "pixel_values":
         readers.reverse()
     elif "pixel_values" in forward_parameters(model):
-        readers.insert(0, ((_TOKENIZER_FILES, _IMAGE_FILES), _read_both))
+        readers.insert(0, ((_TOKENIZER_FILES, _IMAGE_FILES), transformers.AutoProcessor.from_pretrained))
     for kinds, read in readers:
-        if all(any(_has_file(place, file) for file in files) for files in kinds):
+        if all(any((folder / file).is_file() for file in files) for files in kinds):
             with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):
                 try:
-                    return read(place, trust_remote_code)
+                    return read(folder, trust_remote_code=trust_remote_code)
+                except MissingExtraError:
+                    raise
                 except ImportError as error:
-                    if isinstance(error, LoadError):
-                        raise
                     raise LoadError(f"{name}: the tokenizer needs a package that is not installed. {error}") from error
     return None
 
 
-def _read_tokenizer(place: Location, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
-
-
-def _read_both(place: Location, trust_remote_code: bool) -> Any:
-    """The processor of a model that reads text and images."""
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(place.path, trust_remote_code=trust_remote_code, **place.options)
-
-
-def _read_image_processor(place: Location, trust_remote_code: bool) -> Any:
+def _read_image_processor(folder: Path, *, trust_remote_code: bool) -> Any:
     if importlib.util.find_spec("PIL") is None:
         raise missing_extra("Reading images", "pillow", "demo")
     import transformers
 
     # The PIL variant gives the same pixels with and without torchvision; older versions of `AutoImageProcessor` need
     # torchvision even to name it.
-    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(place.path, **place.options)
+    settings, _ = transformers.ImageProcessingMixin.get_image_processor_dict(folder)
     kind = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     kind = kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
     pil_class = getattr(transformers, f"{kind}Pil", None)
     if pil_class is not None:
-        return pil_class.from_pretrained(place.path, **place.options)
-    return transformers.AutoImageProcessor.from_pretrained(
-        place.path, backend="pil", trust_remote_code=trust_remote_code, **place.options
-    )
-
-
-def _has_file(place: Location, file: str) -> bool:
-    if place.is_local:
-        return (Path(place.path) / file).is_file()
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        place.path,
-        file,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        **place.options,
-    )
-    return found is not None
+        return pil_class.from_pretrained(folder)
+    return transformers.AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=trust_remote_code)
 
 
 @contextmanager
-def _converted(place: Location) -> Iterator[None]:
+def _converted(folder: Path) -> Iterator[None]:
     """What goes wrong with a copy that we converted says where it is: removing it mends it."""
     try:
         yield
     except LoadError as error:
-        if isinstance(error, MissingExtraError) or cache_folder() not in Path(place.path).parents:
+        if isinstance(error, MissingExtraError) or cache_folder() not in folder.parents:
             raise
-        raise LoadError(f"{error} If the converted copy is damaged, remove {place.path}.") from error
+        raise LoadError(f"{error} If the converted copy is damaged, remove {folder}.") from error
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tensorlens.models.module_calls import module_tree
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -38,7 +40,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     A model may write into its buffers, and the next pass is to find what this one found.
     """
-    modules = _modules(model)
+    modules = module_tree(model).values()
     training = [module for module in modules if module.training]
     kept = _Kept(modules)
     try:
@@ -53,17 +55,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
-    """A model and all its parts, each once."""
-    found, waiting = dict[int, nn.Module](), [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting.extend(module._modules.values())  # type: ignore[arg-type]
-    return list(found.values())
-
-
 class _Kept:
     """What modules own before a pass. Every pass begins and ends with this walk, so it is flat."""
 
@@ -73,14 +64,14 @@ class _Kept:
         self._containers: list[tuple[Any, Any]] = []
         for module in modules:
             own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
-            names = own.keys() - _OF_TORCH
             self._owned.append((module, own, buffers))
-            for value in (*[own[name] for name in names], *buffers.values()):
+            for value in (*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()):
                 if isinstance(value, Tensor):
                     if value.is_leaf and not (isinstance(value, nn.Parameter) or value.is_meta or value.is_inference()):
                         self._copies.append((value, value._version, value.clone()))
                 elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
-                    self._containers.append((value, copy(value)))
+                    copied = value.copy() if type(value) in (list, dict, set) else copy(value)
+                    self._containers.append((value, copied))
 
     def put_back(self) -> None:
         """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
@@ -185,11 +176,11 @@ def modes_left() -> tuple[str, ...]:
 
 @contextmanager
 def _in_own_modes() -> Iterator[None]:
+    autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            stack.enter_context(in_own_precision())
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())  # leaving inference mode has switched gradients on
-        autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
         for device in autocast:
             stack.enter_context(torch.autocast(device, enabled=False))
         if autocast:

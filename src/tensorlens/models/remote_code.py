@@ -17,29 +17,22 @@ from torch import nn
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def remote_class(config: Any, auto_class: str, path: str, revision: str | None) -> type[nn.Module] | None:
+def remote_class(config: Any, auto_class: str, folder: Path) -> type[nn.Module] | None:
     """The class that a checkpoint brings for an auto class of transformers, or None. Runs its code: only if trusted."""
     reference = (getattr(config, "auto_map", None) or {}).get(auto_class)
     if reference is None:
         return None
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module(reference, path, code_revision=revision)
+    return get_class_from_dynamic_module(reference, folder)
 
 
-def build(
-    kind: type[nn.Module], config: Any, path: str, revision: str | None, dtype: torch.dtype
-) -> tuple[nn.Module, list[str]] | None:
+def build(kind: type[nn.Module], config: Any, folder: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]] | None:
     """The model with its weights, and those that no file holds; None where the files name weights that it has not.
 
     Those are checkpoints that transformers renames on the way, which is its business. Weights are cast to `dtype`;
     tables that no file holds stay as the code made them: complex angles are not real numbers.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(path, revision=revision, allow_patterns=[*WEIGHTS, "*.json"]))
     model = kind(config)
     wanted, found = model.state_dict(), set()
     for file in sorted(file for pattern in WEIGHTS for file in folder.glob(pattern)):

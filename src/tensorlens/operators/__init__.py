@@ -1,1 +1,1 @@
-"""The operator at one input: applied, transposed, sliced, certified; and the equations it must obey."""
+"""The operator at one input: applied, transposed, sliced, certified."""

@@ -3,7 +3,7 @@ r"""The attention of a block as matrices: $A_h$ and the values $v_h$ that it mix
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -65,13 +65,37 @@ def _pairs(recording: Recording, block: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _formed(recording: Recording, mixture: Mixture) -> Tensor:
-    """A of a fused kernel: what it makes of the unit matrix."""
-    step, constants = recording.program.makers[mixture.slot], recording.program.constants
+class FusedAttention(NamedTuple):
+    """What a fused kernel was called with, as it was held."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    grouped: bool
+
+
+def fused_attention(recording: Recording, slot: int) -> FusedAttention:
+    """The arguments of the fused kernel that made a slot.
+
+    Raises:
+        MethodError: no fused kernel made it.
+    """
+    step, constants = recording.program.makers[slot], recording.program.constants
     args: Any = step.args
     if step.operation == "live_attention":
         args = (*args[4][:2], None, *args[5:9])
-    query, key, _, mask, *options = (constants[arg.index] if type(arg) is Held else arg for arg in args)
+    elif step.operation != "attention":
+        raise MethodError("Queries and keys need fused attention; load the model with `attention='sdpa'`.")
+    held: list[Any] = [constants[arg.index] if type(arg) is Held else arg for arg in args]
+    query, key, _, mask, causal, scale, grouped = held
+    return FusedAttention(query, key, mask, causal, query.shape[-1] ** -0.5 if scale is None else scale, grouped)
+
+
+def _formed(recording: Recording, mixture: Mixture) -> Tensor:
+    """A of a fused kernel: what it makes of the unit matrix."""
+    query, key, *options = fused_attention(recording, mixture.slot)
     units = torch.eye(key.shape[-2], dtype=query.dtype, device=query.device).expand(*key.shape[:-1], -1)
-    found = OPERATIONS["attention"].run(query, key, units, mask, *options)
+    found = OPERATIONS["attention"].run(query, key, units, *options)
     return found[0] if len(found) == 1 else found

@@ -173,11 +173,10 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
         return {}, None
     pieces, x = short.pieces(Span(0, short.n_blocks)).programs, short.states[0]
     v = _direction(x, generator)
-    states = _States(short, origin)
     best: dict[int, float] = {}
     whole = float("inf")
     for step in _steps(short):
-        after, before = states.at(x + step * v), states.at(x - step * v)
+        after, before = _states(short, origin, x + step * v), _states(short, origin, x - step * v)
         moved = [(one - other) / (2 * step) for one, other in zip(after, before, strict=True)]
         sizes = [_sizes((one + other) / 2, 1e-3) for one, other in zip(after, before, strict=True)]
         for n, given in _from_each(short, pieces, moved).items():
@@ -189,27 +188,23 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
     return best, whole
 
 
-class _States:
+def _states(short: Recording, origin: Origin, x: Tensor) -> list[Tensor]:
     """The states of the model itself, as a function of the first."""
+    assert origin.birth is not None, "asked where it was seen"
+    model, states = origin.model, [x]
 
-    def __init__(self, short: Recording, origin: Origin) -> None:
-        self.short, self.origin = short, origin
-        self._kept = [*origin.model.parameters(), *origin.model.buffers(), *tensors_in(origin.inputs)]
+    def note(n: int, state: Tensor) -> None:
+        reborn.leave()
+        if n:
+            states.append(as_tokens(origin, state, n=n).clone())
 
-    def at(self, x: Tensor) -> list[Tensor]:
-        origin, states = self.origin, [x]
-        assert origin.birth is not None, "asked where it was seen"
+    def kept() -> list[Tensor]:
+        return [*model.parameters(), *model.buffers(), *tensors_in(origin.inputs)]
 
-        def note(n: int, state: Tensor) -> None:
-            if n:
-                states.append(as_tokens(origin, state, n=n).clone())
-
-        reborn = Reborn(origin.birth, origin.calls[0].layout.to_native(x), self._kept)
-        n_blocks = self.short.n_blocks
-        end = run(
-            origin.anatomy, origin.inputs, to=body_end(self.short), n_blocks=n_blocks, entering=note, within=reborn
-        )
-        return [in_float64(state) for state in (*states, as_tokens(origin, end))]
+    reborn = Reborn(origin.birth, origin.calls[0].layout.to_native(x), kept)
+    to, n_blocks = body_end(short), short.n_blocks
+    end = run(origin.anatomy, origin.inputs, to=to, n_blocks=n_blocks, entering=note, within=reborn)
+    return [in_float64(state) for state in (*states, as_tokens(origin, end))]
 
 
 def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -323,14 +318,17 @@ def _moved(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_half(program: Program) -> bool:
     """Whether parts of a program are in half precision, in which finite differences are noise."""
-    return any(program.specs[step.out].dtype in HALF for step in program.steps)
+    return not _types(program).isdisjoint(HALF)
+
+
+def _types(program: Program) -> set[torch.dtype]:
+    """The types of numbers that a program computes with."""
+    return {program.specs[slot].dtype for slot in (*program.inputs, *[step.out for step in program.steps])}
 
 
 def _steps(recorded: Any) -> tuple[float, ...]:
     """Sizes of steps for the digits that the model keeps, which may cast its states."""
-    program = recorded.program
-    kinds = {program.specs[slot].dtype for slot in (*program.inputs, *(step.out for step in program.steps))}
-    return STEPS[torch.float32 if torch.float32 in kinds else torch.float64]
+    return STEPS[torch.float32 if torch.float32 in _types(recorded.program) else torch.float64]
 
 
 def _direction(x: Tensor, generator: torch.Generator) -> Tensor:

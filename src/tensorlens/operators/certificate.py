@@ -12,6 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from tensorlens import tolerances
@@ -93,24 +94,7 @@ class Certificate(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
-        return {
-            "passed": self.passed,
-            "errors": self.errors,
-            "tolerance": self.tolerance,
-            "carried": self.carried,
-            "moves": self.moves,
-            "passing": list(self.passing),
-            "silent": list(self.silent),
-            "held": self.held,
-            "rounded": self.rounded,
-            "captured": {str(n): gap for n, gap in self.captured.items()},
-            "reservations": list(self.reservations),
-            "dtype": self.dtype,
-            "options": self.options,
-            "rules": {rule: list(modules) for rule, modules in self.rules.items()},
-            "conventions": {name: list(modules) for name, modules in self.conventions.items()},
-            "seconds": self.seconds,
-        }
+        return {"passed": self.passed, **msgspec.to_builtins(self, str_keys=True)}
 
     def __str__(self) -> str:
         """The verdict, the numbers, what was held, and the rules with the number of modules each."""

@@ -34,26 +34,13 @@ class MeanTensor(TensorOperator, Printed):
                 f"`MeanTensor` expected attention tensors of one shape; got {sorted(shapes)}. Use examples with "
                 "the same number of tokens."
             )
+        first = self.tensors[0]
+        self.shape, self.dtype, self.device = first.shape, first.dtype, first.device
 
     def __repr__(self) -> str:
         """One line: how many operators, of which size."""
         n_out, d_out, n_in, d_in = self.shape
         return f"MeanTensor({len(self.tensors)} operators, {n_out} × {d_out} from {n_in} × {d_in})"
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Output tokens, output channels, input tokens, input channels."""
-        return self.tensors[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the first operator."""
-        return self.tensors[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the first operator."""
-        return self.tensors[0].device
 
     @property
     @own_modes

@@ -67,29 +67,23 @@ class Pulled:
 class TensorOperator(ABC):
     r"""A linear map $T \in R^{L×D×L×D}$ on hidden states, with a bias: $F(X) = T·X + B$.
 
-    Abstract. A subclass gives `shape`, `bias`, `dtype`, `device`, and the actions on a batch; nothing here stores the
+    Abstract. A subclass sets the attributes and gives `bias` and the actions on a batch; nothing here stores the
     tensor.
+
+    Attributes:
+        shape: Output tokens, output channels, input tokens, input channels.
+        dtype: Type of the numbers.
+        device: Where inputs are expected and results are given.
     """
 
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int, int, int]:
-        """Output tokens, output channels, input tokens, input channels."""
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
 
     @property
     @abstractmethod
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
         """B, what the map adds at zero. Never computed as F(X) - T·X, which would make every check void."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Type of the numbers."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where inputs are expected and results are given."""
 
     @abstractmethod
     def _apply(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
@@ -217,12 +211,9 @@ def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 class ComputedByAnother(TensorOperator):
     """An operator that hands the contract on to the one that computes it. Abstract: `AttentionTensor` is one."""
 
-    operator: FrozenOperator
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Output tokens, output channels, input tokens, input channels."""
-        return self.operator.shape
+    def __init__(self, operator: FrozenOperator) -> None:
+        self.operator = operator
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
 
     @property
     @own_modes
@@ -230,24 +221,14 @@ class ComputedByAnother(TensorOperator):
         """B: what the frozen model gives at zero; a copy."""
         return self.operator.bias.clone()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the hidden states."""
-        return self.operator.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the hidden states."""
-        return self.operator.device
-
     def _apply(self, x: Tensor) -> Tensor:
-        return self.operator.apply(x)
+        return self.operator._apply(x)
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        return self.operator.adjoint(u)
+        return self.operator._adjoint(u)
 
     def _rows(self, out_token: int) -> TensorSlice:
-        return self.operator.rows(out_token)
+        return self.operator._rows(out_token)
 
     def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
         """Cotangents that live on one output each, pulled to the input a piece at a time."""
@@ -267,6 +248,10 @@ class FrozenOperator(TensorOperator):
         precision: How the products for rows, norms and sketches are computed: the model's own type, in float32 or
             better, if None.
         sample: Which sample of a recording of several; the others are zero wherever it is asked.
+
+    Attributes:
+        input: The state entering the first block of the range; X⁰ for the whole model.
+        output: The state the recording found at the end of the range; X^N for the whole model.
     """
 
     def __init__(
@@ -281,6 +266,10 @@ class FrozenOperator(TensorOperator):
         self.recording, self.heads, self.sample = recording, dict(heads or {}), sample
         self.precision: Precision | None = precision
         self.span = Span(0, recording.n_blocks) if span is None else span
+        self.input: Float[Tensor, "in_token in_channel"] = recording.states[self.span.start][sample]
+        self.output: Float[Tensor, "out_token out_channel"] = recording.states[self.span.stop][sample]
+        self.shape = (*self.output.shape, *self.input.shape)  # type: ignore[assignment]
+        self.dtype, self.device = self.input.dtype, self.input.device
         self.compute_type = compute_type(precision, self.dtype)
 
     def but(self, **changes: Any) -> FrozenOperator:
@@ -290,31 +279,6 @@ class FrozenOperator(TensorOperator):
         if changes.keys() == {"sample"}:
             other.folded = self.folded
         return other
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Output tokens, output channels, input tokens, input channels."""
-        return *self.output.shape, *self.input.shape  # type: ignore[return-value]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the hidden states."""
-        return self.input.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the hidden states."""
-        return self.input.device
-
-    @property
-    def input(self) -> Float[Tensor, "in_token in_channel"]:
-        """The state entering the first block of the range; X⁰ for the whole model."""
-        return self.recording.states[self.span.start][self.sample]
-
-    @property
-    def output(self) -> Float[Tensor, "out_token out_channel"]:
-        """The state the recording found at the end of the range; X^N for the whole model."""
-        return self.recording.states[self.span.stop][self.sample]
 
     @property
     def is_whole(self) -> bool:
@@ -328,13 +292,9 @@ class FrozenOperator(TensorOperator):
 
     # Forwards ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B: the program at zero."""
-        return self._at_zero
-
     @cached_property
-    def _at_zero(self) -> Tensor:
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """B: the program at zero."""
         return self.push(torch.zeros_like(self.input)[None])[0]
 
     def push(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
@@ -361,11 +321,12 @@ class FrozenOperator(TensorOperator):
         return self.push_to_head(torch.zeros_like(self.input)[None])
 
     def _forwards(self, x: Tensor, span: Span, **options: bool) -> Tensor:
-        """Several states (batch, token, channel), some of them at a time."""
-        most = fitting(4 * self.bytes_per_cotangent, MOST_STATES.get(self.device.type, 32), self.device)
+        most = MOST_STATES.get(self.device.type, 32)
+        if len(x) > 1:
+            most = fitting(4 * self.bytes_per_cotangent, most, self.device)
         given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
         one, each = partial(self.recording.push, **given), partial(self.recording.push_each, **given)
-        return torch.cat(in_parts(x, most, lambda part: self._several(one, each, part)))
+        return torch.cat(in_parts(x, most, partial(self._several, one, each)))
 
     def _several(
         self, one: Callable[[Tensor], Tensor], each: Callable[[list[Tensor]], list[Tensor]], items: Tensor
@@ -380,10 +341,10 @@ class FrozenOperator(TensorOperator):
         n_samples, sample = self.recording.n_samples, self.sample
         if n_samples > 1:
             return torch.cat([one(beside_zeros(item, sample, n_samples))[sample, None] for item in items])
-        if len(items) > 1 and self.recording.is_streamed:
-            return torch.cat(each([item[None] for item in items]))
         if len(items) == 1:
             return one(items)
+        if self.recording.is_streamed:
+            return torch.cat(each([item[None] for item in items]))
         return of_each(lambda item: one(item[None])[0], items)
 
     # Backwards --------------------------------------------------------------------------------------------------------
@@ -404,7 +365,7 @@ class FrozenOperator(TensorOperator):
     def _backwards(self, u: Tensor, span: Span, **options: bool) -> Tensor:
         given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
         one, each = partial(self.recording.pull, **given), partial(self.recording.pull_each, **given)
-        return torch.cat(in_parts(u, CHUNK, lambda part: self._several(one, each, part)))
+        return torch.cat(in_parts(u, CHUNK, partial(self._several, one, each)))
 
     # Several samples --------------------------------------------------------------------------------------------------
 

@@ -234,9 +234,8 @@ def operator_norm(
 
 
 def _largest_ritz_value(diagonal: list[float], beside: list[float]) -> float:
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    for i, length in enumerate(beside):
-        matrix[i, i + 1] = matrix[i + 1, i] = length
+    middle, upper = (torch.tensor(values, dtype=torch.float64) for values in (diagonal, beside))
+    matrix = torch.diag(middle) + torch.diag(upper, 1) + torch.diag(upper, -1)
     return float(torch.linalg.eigvalsh(matrix)[-1].clamp_min(0).sqrt())
 
 

@@ -8,6 +8,7 @@ each channel has the token that it chose. What follows (a dense layer) is linear
 | ``mean`` | 1 / n on the tokens that are not masked |
 | ``cls``, ``last`` | 1 on the first, or on the last of them |
 | ``max`` | 1 on the token that is largest in a channel |
+| ``attention`` | what the model's own attention pooling after its blocks gives them |
 | ``late`` | none: every token keeps its vector, and each of a meets the token of b that is nearest to it |
 
 The model's own pooling is, in this order: what sentence-transformers has in ``modules.json`` beside the weights; the
@@ -17,6 +18,7 @@ the last token of a causal model; the mean.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +30,11 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 from tensorlens.models.forward_signature import is_causal
+from tensorlens.program.nodes import Slot, Step
 from tensorlens.recording.recording import Recording
 from tensorlens.strict_json import from_json
 
-POOLINGS = ("mean", "cls", "last", "max", "late")
+POOLINGS = ("mean", "cls", "last", "max", "attention", "late")
 """What users may ask for by name."""
 
 MODES = {
@@ -39,20 +42,10 @@ MODES = {
     "cls": "cls",
     "max": "max",
     "lasttoken": "last",
-    "mean_sqrt_len_tokens": "mean_sqrt",
+    "mean_sqrt_len": "mean_sqrt",
     "weightedmean": "weighted_mean",
 }
-"""Pooling modes of sentence-transformers, and what they are called here."""
-
-_OLD_MODES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""The same by the settings of its files before version 6."""
+"""Pooling modes of sentence-transformers, less what the names in its files have before and after, and ours."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +56,12 @@ class Projection:
     bias: Tensor | None
     activation: nn.Module
 
-    def __call__(self, parts: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """Parts (group + 1, place, channel), bias last, and the whole (place, channel), one layer further."""
-        weight = self.weight.to(parts)
-        z, parts = whole @ weight.T, parts @ weight.T
-        if self.bias is not None:
-            z = z + self.bias.to(z)
-            parts[-1] += self.bias.to(z)
+    def __call__(self, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """What it gives for vectors (…, channel), and the gain."""
+        z = whole @ self.weight.to(whole).T
+        z = z if self.bias is None else z + self.bias.to(z)
         given = self.activation(z)
-        gain = torch.where(z == 0, 0.0, given / torch.where(z == 0, 1.0, z))
-        parts = parts * gain
-        parts[-1] += given - gain * z  # where z is zero
-        return parts, given
-
-    def back(self, u: Tensor, whole: Tensor) -> Tensor:
-        """Cotangents (…, place, channel) of what it gives, as cotangents of the vector `whole` (place, channel)."""
-        weight = self.weight.to(u)
-        z = whole @ weight.T + (0.0 if self.bias is None else self.bias.to(u))
-        gain = torch.where(z == 0, 0.0, self.activation(z) / torch.where(z == 0, 1.0, z))
-        return (u * gain) @ weight
+        return given, torch.where(z == 0, 0.0, given / torch.where(z == 0, 1.0, z))
 
 
 @dataclass(frozen=True)
@@ -102,23 +82,23 @@ class Pooling:
     projections: tuple[Projection, ...] = ()
     normalised: bool = False
 
-    def weights(self, states: Tensor, mask: Tensor) -> Tensor:
-        """W (token, channel), at the states (token, channel) and the mask (token,) of one input."""
-        seen = mask.to(states)[:, None].expand_as(states)
-        places = mask.nonzero()[:, 0]
-        if self.kind == "mean":
-            return seen / len(places)
-        if self.kind == "mean_sqrt":
-            return seen / len(places) ** 0.5
-        if self.kind == "weighted_mean":
-            ranks = seen.cumsum(0) * seen
-            return ranks / ranks.sum(0)
+    def weights(self, states: Tensor, mask: Tensor) -> Tensor | None:
+        """W (sample, token, channel) at the states and the mask (sample, token); None if there is no such matrix."""
+        if self.kind in ("late", "module"):
+            return None
+        seen = mask.to(states)[..., None].expand_as(states)
         if self.kind == "max":
-            chosen = states.masked_fill(seen == 0, -torch.inf).argmax(0)
-            return torch.zeros_like(states).scatter_(0, chosen[None], 1.0)
-        weights = torch.zeros_like(states)
-        weights[places[0] if self.kind == "cls" else places[-1]] = 1.0
-        return weights
+            chosen = states.masked_fill(seen == 0, -torch.inf).argmax(1, keepdim=True)
+            return torch.zeros_like(states).scatter_(1, chosen, 1.0)
+        rank, n = seen.cumsum(1) * seen, seen.sum(1, keepdim=True)
+        made = {
+            "mean": lambda: seen / n,
+            "mean_sqrt": lambda: seen / n.sqrt(),
+            "weighted_mean": lambda: rank / rank.sum(1, keepdim=True),
+            "cls": lambda: (rank == 1).to(states),
+            "last": lambda: (rank == n).to(states),
+        }
+        return made[self.kind]()
 
 
 def find_pooling(name: str | None, model: nn.Module, recording: Recording, modules: list[Any] | None) -> Pooling:
@@ -135,7 +115,7 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, modul
             raise InputError(
                 f"`pooling` must be one of {', '.join(POOLINGS)}, or None for the model's own; got {name!r}."
             )
-        return Pooling(name, name)
+        return _attention_pooling(model, recording) if name == "attention" else Pooling(name, name)
     modules = _beside(model) if modules is None else modules
     if modules:
         return _of_modules(modules)
@@ -154,9 +134,28 @@ def _of_module(recording: Recording) -> Pooling | None:
         if module.slot is None or module.slot <= end or recording.pools and module.slot == recording.readout_slot:
             continue
         shape = tuple(specs[module.slot].shape)
-        if len(shape) == 2 and shape[0] == 1:
+        if len(shape) == 2 and shape[0] == recording.n_samples:
             return Pooling("module", f"module {module.path}", slot=module.slot)
     return None
+
+
+def _mixes_tokens(step: Step) -> bool:
+    """Whether tokens are mixed by weights: fused attention, or a product with a held matrix on the left."""
+    is_product = step.operation in ("matmul", "bmm") and type(step.args[0]) is not Slot
+    return is_product or step.operation in ("attention", "live_attention")
+
+
+def _attention_pooling(model: nn.Module, recording: Recording) -> Pooling:
+    found, mixes = _of_module(recording), False
+    if found is not None and found.slot is not None:
+        steps = recording.program.part(recording.slots[-1], (found.slot,)).steps
+        mixes = any(map(_mixes_tokens, steps))
+    if found is None or not mixes:
+        raise InputError(
+            f"`{type(model).__name__}` has no attention pooling after its blocks. Name another `pooling`: "
+            f"{', '.join(POOLINGS)}."
+        )
+    return found
 
 
 # sentence-transformers -----------------------------------------------------------------------------------------------
@@ -210,11 +209,12 @@ def _of_modules(modules: list[Module]) -> Pooling:
 
 
 def _mode(config: Mapping[str, Any]) -> str:
-    given = config.get("pooling_mode") or [name for key, name in _OLD_MODES.items() if config.get(key)]
-    names = [given] if isinstance(given, str) else list(given)
+    given = config.get("pooling_mode") or [key for key in config if key.startswith("pooling_mode_") and config[key]]
+    given = [given] if isinstance(given, str) else given
+    names = [re.sub(r"^pooling_mode_|_tokens?$", "", str(name)) for name in given]
     if len(names) != 1 or names[0] not in MODES:
         raise InputError(
-            f"The encoder pools by {' and '.join(map(str, names)) or 'nothing'}; expected one of {', '.join(MODES)}. "
+            f"The encoder pools by {' and '.join(names) or 'nothing'}; expected one of {', '.join(MODES)}. "
             f"Name a `pooling`: {', '.join(POOLINGS)}."
         )
     return MODES[names[0]]

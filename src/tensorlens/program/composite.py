@@ -53,7 +53,7 @@ def norm(
     return y.to(x.dtype)
 
 
-@norm.transpose
+@norm.transposed_by
 def _(
     u: Tensor,
     x: Any,
@@ -84,7 +84,7 @@ def softmax(x: Tensor, weights: Tensor, axis: int, added: Tensor | None = None) 
     return found if added is None else found + added
 
 
-@softmax.transpose
+@softmax.transposed_by
 def _(u: Tensor, x: Spec, weights: Tensor, axis: int, added: Any = None) -> Tensor:
     return _softmax(u, weights, axis)
 
@@ -119,7 +119,7 @@ def attention(
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
-@attention.transpose
+@attention.transposed_by
 def _(
     u: Tensor, query: Tensor, key: Tensor, value: Spec, mask: Any, causal: bool, scale: float | None, grouped: bool
 ) -> Any:
@@ -255,7 +255,7 @@ def _times(a: Tensor | None, b: Tensor | None) -> Any:
     return 0.0 if a is None or b is None else a @ b.transpose(-1, -2)
 
 
-@live_attention.transpose
+@live_attention.transposed_by
 def _(
     u: Tensor,
     query: Any,

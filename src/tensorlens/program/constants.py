@@ -88,13 +88,17 @@ class Constants(Sequence[Tensor]):
                     f"recorded, and this tensor describes the model as it was. Ask the lens for the input again."
                 )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The tensors and names, for `pickle`; refused where some were let go: making them again needs the model."""
+    def check_storable(self) -> None:
+        """Raise where some were let go: making them again needs the model."""
         if not self.is_complete:
             raise InputError(
-                "This input is too long for its operator to be stored: the values in its blocks are recomputed "
+                "This input is too long for its operator to be stored: the values in its blocks are recorded again "
                 "when they are needed. Save its maps instead, or use a shorter input."
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The tensors and names, for `pickle`."""
+        self.check_storable()
         return {"values": [None if v is None else v.detach() for v in self.values], "names": self.names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

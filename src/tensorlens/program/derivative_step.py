@@ -89,7 +89,7 @@ def derivative(
     return found if given is None else given + found
 
 
-@derivative.transpose
+@derivative.transposed_by
 def _(
     u: Tensor,
     moved: tuple[Spec, ...],

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Held, Slot, words
+from tensorlens.program.nodes import Held, Slot, Step, mapped, words
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 
@@ -98,15 +98,7 @@ def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
         if step.operation == "linear":
             return numbers
         if step.operation in MOVES:
-            args = [value if type(value) is not Slot else numbers for value in step.args]
-            args = [program.constants[value.index] if type(value) is Held else value for value in args]
-            args = [
-                tuple(program.constants[v.index].cpu() if type(v) is Held else v for v in value)
-                if type(value) is tuple
-                else value
-                for value in args
-            ]
-            moved = numbers if step.operation == "cast" else OPERATIONS[step.operation].run(*args, **step.options)
+            moved = numbers if step.operation == "cast" else move(program, step, numbers)
         elif step.operation in ALIKE and program.specs[step.out].shape == tuple(numbers.shape):
             moved = numbers
         else:
@@ -115,3 +107,13 @@ def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
         if found is not None:
             return found
     return None
+
+
+def move(program: Program, step: Step, numbers: Tensor) -> Tensor:
+    """What a step that puts numbers elsewhere makes of some, on the CPU."""
+
+    def given(leaf: Any) -> Any:
+        kind = type(leaf)
+        return numbers if kind is Slot else program.constants[leaf.index].cpu() if kind is Held else leaf
+
+    return OPERATIONS[step.operation].run(*mapped(step.args, given), **step.options)

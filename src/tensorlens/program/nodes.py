@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True, gc=False):
     """A live value: an input of the program, or what a step made."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A constant, by its place in `Program.constants`."""
 
     index: int
 
 
-class Interned(list[Any]):
-    """The `Slot`s, or `Held`s, of all numbers so far: programs share them, for to make one takes longer than to look.
-
-    Args:
-        kind: Which of the two.
-    """
-
-    def __init__(self, kind: type) -> None:
-        super().__init__()
-        self._kind, self._lock = kind, threading.Lock()
-        self.reach(1000)
-
-    def reach(self, n: int) -> None:
-        """Have one for the number n."""
-        with self._lock:
-            self.extend([self._kind(index) for index in range(len(self), 2 * n)])
-
-
-SLOTS, HELD = Interned(Slot), Interned(Held)
 Axes: TypeAlias = tuple[int, ...]
 """Numbers of axes, or sizes along them."""
 

@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -39,8 +40,8 @@ from torch import Tensor
 
 from tensorlens.errors import AnatomyError
 from tensorlens.program.composite import rows_of_attention
+from tensorlens.program.marks import move
 from tensorlens.program.nodes import Axes, Held, Slot, Step, at_least_float32, leaves, mapped, words
-from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 
 Kind = Literal["weight", "scale", "token", "gain", "take", "centre"]
@@ -211,16 +212,7 @@ class StepReader:
         holds = step.operation not in ("index", "index_select") and any(type(x) is Held for x in leaves(step.args))
         if len(step.slots) != 1 or holds:
             raise NotFoldable(f"`{step.operation}` joins several tensors")
-        run, constants = OPERATIONS[step.operation].run, self.program.constants
-
-        def move(numbers: Tensor) -> Tensor:
-            def given(leaf: Any) -> Any:
-                kind = type(leaf)
-                return numbers if kind is Slot else constants[leaf.index].cpu() if kind is Held else leaf
-
-            return run(*mapped(step.args, given), **step.options)
-
-        return self.moved(self.found[step.slots[0]], move)
+        return self.moved(self.found[step.slots[0]], partial(move, self.program, step))
 
     def moved(self, value: Paths, move: Callable[[Tensor], Tensor]) -> Paths:
         """A value after a move, found by moving the numbers of its rows and channels."""

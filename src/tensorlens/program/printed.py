@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from itertools import takewhile
@@ -29,7 +30,10 @@ def printed(program: Program) -> str:
     Live values are x0, x1, …, each with its shape; weights have their names, within a block those inside it; other
     constants are shown by their shapes in angle brackets. Where no weight says it, the module stands at the end.
     """
-    names, shapes = _names(program), {slot: _shape(spec.shape) for slot, spec in program.specs.items()}
+    names, shapes = (
+        getattr(program.constants, "names", {}),
+        {slot: _shape(spec.shape) for slot, spec in program.specs.items()},
+    )
     made = [*program.inputs, *(step.out for step in program.steps)]
     widths = max(len(str(slot)) for slot in made) + 1, max(len(shapes[slot]) for slot in made)
     ends = f"{len(program.steps)} steps from {_list(program.inputs)} to {_list(program.outputs)}"
@@ -83,11 +87,10 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, w
 @cache
 def _parameters(operation: str) -> tuple[str, ...]:
     """Names of the arguments of an operation; empty for functions of torch, which have no signature to ask."""
-    try:
-        found = tuple(signature(OPERATIONS[operation].run).parameters)
-    except ValueError:
-        found = ()
-    return (*found, *("" for _ in range(8)))
+    found, one = (), OPERATIONS[operation]
+    with suppress(ValueError):
+        found = tuple(signature(one.run).parameters if one.transpose is None else signature(one.transpose).parameters)
+    return (*found[one.transpose is not None :], *("" for _ in range(8)))
 
 
 def _plain(value: Any) -> str:
@@ -105,14 +108,6 @@ def _shape(shape: Any) -> str:
 
 def _list(slots: tuple[int, ...]) -> str:
     return ", ".join(f"x{slot}" for slot in slots)
-
-
-def _names(program: Program) -> Mapping[int, str]:
-    """Names of the weights, also where further constants were appended."""
-    constants: Any = program.constants
-    while hasattr(constants, "first"):
-        constants = constants.first
-    return getattr(constants, "names", {})
 
 
 def _prefix(program: Program, block: int | None) -> str:

@@ -20,7 +20,7 @@ import tensorlens.program.derivative_step  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
-from tensorlens.program.operations import OPERATIONS, Operation, Pull
+from tensorlens.program.operations import OPERATIONS, Operation, fit
 from tensorlens.program.printed import printed
 
 
@@ -166,34 +166,40 @@ class Program:
 
     # Forwards ---------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def run(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The affine function at values of the inputs."""
-        found = self.observe(values, self.outputs)
-        return tuple([found[slot] for slot in self.outputs])
-
-    @torch.no_grad()
-    def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
-        """The values of some slots in a run."""
-        kept, found = set(slots), dict(zip(self.inputs, values, strict=True))
-        self._forwards(found, range(len(self.steps)), kept)
-        return {slot: found[slot] for slot in kept}
+        return self.run_each([values])[0]
 
     @torch.no_grad()
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`run` for several inputs, all through one block before the next, whose constants are fetched once."""
         every, kept = [dict(zip(self.inputs, given, strict=True)) for given in several], set(self.outputs)
-        for places in self.by_block:
+        for places in self.by_block if len(every) > 1 else [range(len(self.steps))]:
             for values in every:
                 self._forwards(values, places, kept)
         return [tuple([values[slot] for slot in self.outputs]) for values in every]
+
+    @torch.no_grad()
+    def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
+        """The values of some slots in a run."""
+        found = dict(zip(self.inputs, values, strict=True))
+        self._forwards(found, range(len(self.steps)), set(slots))
+        return {slot: found[slot] for slot in slots}
 
     def _forwards(self, values: dict[int, Any], places: range, kept: set[int]) -> None:
         """Run some steps, and drop values that no later step reads."""
         steps, tensors, last = self.steps, self._tensors, self._last_uses
         for n in places:
-            step = steps[n]
-            values[step.out] = OPERATIONS[step.operation].run(*filled(step.args, values, tensors), **step.options)
+            step, args = steps[n], list[Any]()
+            for arg in step.args:  # as `filled` does, without a call for each step
+                kind = type(arg)
+                if kind is Slot:
+                    args.append(values[arg.index])
+                elif kind is Held:
+                    args.append(tensors[arg.index])
+                else:
+                    args.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
+            values[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
             for slot in last[n]:
                 if slot not in kept:
                     del values[slot]
@@ -211,36 +217,44 @@ class Program:
 
     def zeros(self) -> tuple[Tensor, ...]:
         """Inputs that are zero."""
-        specs = [self.specs[slot] for slot in self.inputs]
-        return tuple([torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) for spec in specs])
+        return tuple([self._zero(slot) for slot in self.inputs])
+
+    def _zero(self, slot: int) -> Tensor:
+        spec = self.specs[slot]
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
 
     @cached_property
-    def _last_uses(self) -> list[list[int]]:
+    def _last_uses(self) -> list[set[int]]:
         """For each step, the slots that no later step reads."""
-        last: list[list[int]] = []
-        later: set[int] = set(self.outputs)
+        last, later = list[set[int]](), set(self.outputs)
         for step in reversed(self.steps):
-            slots = dict.fromkeys((*step.slots, step.out))
-            last.append([slot for slot in slots if slot not in later])
-            later.update(slots)
+            slots = {*step.slots, step.out}
+            last.append(slots - later)
+            later |= slots
         return last[::-1]
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def pull(self, *cotangents: Tensor) -> tuple[Tensor, ...]:
         """Tᵀu: cotangents of the outputs to cotangents of the inputs, step by step, memory freed as it goes."""
-        found = self.cotangents(self._starts(cotangents), self.inputs)
-        return tuple([found[slot] for slot in self.inputs])
+        return self.pull_each([cotangents])[0]
 
     @torch.no_grad()
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`pull` for several cotangents, all through one block before the next, whose constants are fetched once."""
-        every, ends = [self._starts(cotangents) for cotangents in several], set(self.inputs)
-        for places in reversed(self.by_block):
+        every = list[dict[int, Tensor]]()
+        for cotangents in several:
+            waiting: dict[int, Tensor] = {}
+            for slot, u in zip(self.outputs, cotangents, strict=True):
+                waiting[slot] = waiting[slot] + u if slot in waiting else u
+            every.append(waiting)
+        ends = set(self.inputs)
+        for places in reversed(self.by_block if len(every) > 1 else [range(len(self.steps))]):
             for waiting in every:
                 self._backwards(waiting, places, {}, (), ends)
-        return [tuple([self._or_zero(waiting, slot) for slot in self.inputs]) for waiting in every]
+        return [
+            tuple([waiting[slot] if slot in waiting else self._zero(slot) for slot in self.inputs]) for waiting in every
+        ]
 
     @torch.no_grad()
     def cotangents(
@@ -259,19 +273,8 @@ class Program:
         """
         waiting, found = dict(starts), dict[int, Tensor]()
         self._backwards(waiting, range(len(self.steps)), found, set(slots), {*self.inputs, *stop})
-        return {slot: found[slot] if slot in found else self._or_zero(waiting, slot) for slot in slots}
-
-    def _starts(self, cotangents: Sequence[Tensor]) -> dict[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        for slot, u in zip(self.outputs, cotangents, strict=True):
-            found[slot] = found[slot] + u if slot in found else u
-        return found
-
-    def _or_zero(self, waiting: Mapping[int, Tensor], slot: int) -> Tensor:
-        if slot in waiting:
-            return waiting[slot]
-        spec = self.specs[slot]
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        found = waiting | found
+        return {slot: found[slot] if slot in found else self._zero(slot) for slot in slots}
 
     def _backwards(
         self,
@@ -282,7 +285,7 @@ class Program:
         ends: Collection[int],
     ) -> None:
         """Take the cotangents that wait at some steps through them, and note those that are wanted."""
-        steps, pulls = self.steps, self._pulls
+        steps, specs, tensors = self.steps, self.specs, self._tensors
         for n in reversed(places):
             step = steps[n]
             out = step.out
@@ -293,25 +296,15 @@ class Program:
                 found[out] = u
             if out in ends:
                 continue
-            pull = pulls[n] or self._pull(n)
-            for slot, g in zip(step.slots, pull(u), strict=True):
+            pulled = OPERATIONS[step.operation].pull(u, filled(step.args, specs, tensors), step.options)
+            for slot, g in zip(step.slots, pulled, strict=True):
+                shape, dtype, device = specs[slot]
+                if g.dtype is not dtype or g.shape != shape or g.device != device:
+                    g = fit(g, specs[slot])
                 waiting[slot] = waiting[slot] + g if slot in waiting else g
 
-    def _pull(self, n: int) -> Pull:
-        """The transpose of a step with its constants; kept for the next pull, unless a block has let them go."""
-        step = self.steps[n]
-        args = filled(step.args, self.specs, self._tensors)
-        found = OPERATIONS[step.operation].pull(args, step.options)
-        if self._tensors is not self.constants or type(self.constants) is list:
-            self._pulls[n] = found
-        return found
 
-    @cached_property
-    def _pulls(self) -> list[Pull | None]:
-        return [None] * len(self.steps)
-
-
-def filled(args: Sequence[Any], values: Mapping[int, Any], tensors: Sequence[Tensor]) -> list[Any]:
+def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> Any:
     """The arguments of a step: tensors for constants, entries of `values` (tensors, or specs) for slots."""
     given = list[Any]()
     for arg in args:
@@ -320,11 +313,9 @@ def filled(args: Sequence[Any], values: Mapping[int, Any], tensors: Sequence[Ten
             given.append(values[arg.index])
         elif kind is Held:
             given.append(tensors[arg.index])
-        elif kind is tuple or kind is list:
-            given.append(kind(filled(arg, values, tensors)))
         else:
-            given.append(arg)
-    return given
+            given.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
+    return given if type(args) is list else tuple(given)
 
 
 class _LinearPart:

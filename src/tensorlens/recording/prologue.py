@@ -7,16 +7,17 @@ are noted, and those that took the state are run again once it is live.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from tensorlens.recording.live import found_in, is_live, raw
 from tensorlens.recording.table import DESCRIBES, name_of
 from tensorlens.recording.writes import address_of
+from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
@@ -87,13 +88,13 @@ class Reborn(TorchFunctionMode):
     Args:
         birth: Which of the noted functions makes it.
         value: In the model's own layout.
-        kept: Tensors that nothing may be written into: the model's weights, and what it was called with.
+        kept: Gives tensors that nothing may be written into: the model's weights, and what it was called with.
     """
 
-    def __init__(self, birth: int, value: Tensor, kept: Iterable[Tensor]) -> None:
+    def __init__(self, birth: int, value: Tensor, kept: Callable[[], Iterable[Tensor]]) -> None:
         super().__init__()
-        self._left, self._value = birth, value
-        self._kept = {address_of(x) for x in kept}
+        self._left, self._value, self._kept = birth, value, kept
+        self._is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -101,8 +102,23 @@ class Reborn(TorchFunctionMode):
             self._left -= 1
             if self._left < 0:
                 # Written over, so that views of it see the other value too; of what must stay as it is, a copy.
-                return self._value.clone() if address_of(result) in self._kept else result.copy_(self._value)
+                return self._value.clone() if self._must_stay(result, (args, kwargs)) else result.copy_(self._value)
         return result
+
+    def _must_stay(self, result: Tensor, given: Any) -> bool:
+        """Whether a result lies in memory that is kept: then it is a view of what the function took."""
+        place = address_of(result)
+        return place in map(address_of, tensors_in(given)) and place in map(address_of, self._kept())
+
+    def leave(self) -> None:
+        """Look no further, in the middle of the model's own code, unless that has a mode of its own by now."""
+        if self._is_on and _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_on:
+            self._is_on = False
+            super().__exit__(*error)
 
 
 def _parts(result: Any) -> list[Any]:

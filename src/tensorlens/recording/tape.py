@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import HELD, SLOTS, Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import (
     PLAIN,
@@ -143,7 +143,7 @@ class Tape:
                 if kind is Live:
                     index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
                     slots.append(index)
-                    coded.append(SLOTS[index])
+                    coded.append(Slot(index))
                 elif kind in PLAIN or kind is tuple and PLAIN.issuperset(map(type, arg)):
                     coded.append(arg)
                 elif kind is Tensor or kind is Parameter:
@@ -152,7 +152,7 @@ class Tape:
                     coded.append(constant)
                 else:
                     coded.append(self._code(arg, slots, held))
-        slot = self.new_slot(spec) if self._n_slots >= len(SLOTS) else self._n_slots
+        slot = self._n_slots
         self._n_slots = slot + 1
         self.specs[slot] = spec
         step = Step.__new__(Step)  # what it takes is known, and `Step(…)` would look for it
@@ -160,7 +160,7 @@ class Tape:
         step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
         if made is None:
-            return SLOTS[slot]
+            return Slot(slot)
         made.__class__ = Live
         made.slot, made.spec, made.of, made.stamp = slot, spec, self, stamp
         if role is not None:
@@ -171,8 +171,6 @@ class Tape:
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""
         slot, self._n_slots = self._n_slots, self._n_slots + 1
-        if slot >= len(SLOTS):
-            SLOTS.reach(slot)
         self.specs[slot] = spec
         return slot
 
@@ -213,9 +211,7 @@ class Tape:
         if known is not None and known[2] == version:
             return known[0]
         n = len(self.constants)
-        if n >= len(HELD):
-            HELD.reach(n)
-        held = HELD[n]
+        held = Held(n)
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value if type(value) is Tensor and not value.requires_grad else raw(Tensor.detach, value)
         name = self.weights.get(key) or self.weights.get(id(value._base))
@@ -248,7 +244,7 @@ class Tape:
         kind = type(value)
         if kind is Live:
             slots.append(self.slot_of(value))
-            return SLOTS[slots[-1]]
+            return Slot(slots[-1])
         if kind is tuple or kind is list or kind is torch.Size:
             parts = [part if type(part) in PLAIN else self._code(part, slots, held) for part in value]
             return parts if kind is list else tuple(parts)

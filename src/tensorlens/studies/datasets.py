@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,16 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def select(self, places: Sequence[int]) -> Dataset:
+        """Some of the samples."""
+
+        def chosen(values: tuple[Any, ...] | None) -> Any:
+            return tuple(values[place] for place in places) if values else values
+
+        fingerprint = f"{self.fingerprint} {len(places)} {places[:3]}"
+        parts = {name: chosen(getattr(self, name)) for name in ("items", "names", "labels", "columns")}
+        return replace(self, fingerprint=fingerprint, **parts)
 
 
 def read_dataset(source: Any, *, column: str | None = None, label: str | None = None, split: str = "test") -> Dataset:

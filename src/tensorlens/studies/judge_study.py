@@ -9,7 +9,7 @@ A set of items is a .csv file with a head line or a .jsonl file with one object 
 | `against` (or `bad`)  | the wrong one; may be left out, and the right one is then explained alone |
 | `evidence`            | the words of the prefix that decide; several with ; between them          |
 
-`judge` runs every method on such sets. `run_judges` does the same for items of any origin (`Judge`).
+`judge` runs every method on such sets, the same items for all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,22 +47,17 @@ from tensorlens.studies.runs import Record, Run, StudyResult
 
 SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
-QUESTIONS = {
-    "word": "Which word decided?",
-    "passage": "Which passage?",
-    "component": "Which component?",
-    "removal": "What happens if it goes?",
-}
-"""What users ask."""
 WRONG = "the model is wrong"
 """Why an item is left out that the model does not know."""
 WORD_OVERLAP = "control.word_overlap"
+EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
 """The paper's operator: every other method has its difference to it beside it."""
 SAME_AS_A_MEMBER = "gradient.times_input"
 """Which is ``tensor.in_class@jacobian``."""
 EXACTLY_KNOWN = "control.random"
 """What chance gets is computed for each item, and needs no draw."""
+Made = TypeVar("Made")
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
 
@@ -102,65 +97,23 @@ class Item:
         set: Name of the set within it.
         name: Where it came from: file and row.
         ids: The tokens that the model is given.
-        target: A token, a pair for a contrast, or None for the model's own first choice.
+        target: A token, which must be the model's first choice, or a pair whose first must be the likelier one; items
+            that the model gets wrong are left out.
         units: What is ranked: the tokens of each word or sentence. Tokens of no unit are not ranked.
         labels: A name for each unit.
-        truth: The answer: for each unit 1 if it is evidence and 0 if not, or its true effect; None where the judge
-            measures the effect.
-        right: When the model is right about the item, others being left out: ``contrast`` (its target is positive),
-            ``first`` (its target is the model's first choice), ``always`` (the item asks nothing of it).
-        out_token: Where the target is read.
+        truth: The answer: for each unit 1 if it is evidence and 0 if not.
         overlap: Words by which the control of word overlap ranks.
-        model: Which model is asked: the user's (empty), or one of the judge's own.
-        extra: What else the judge needs.
     """
 
     judge: str
     set: str
     name: str
     ids: tuple[int, ...]
-    target: Target | None
+    target: Target
     units: tuple[tuple[int, ...], ...]
     labels: tuple[str, ...]
-    truth: tuple[float, ...] | None
-    right: str = "contrast"
-    out_token: int = -1
+    truth: tuple[float, ...]
     overlap: str = ""
-    model: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judge:
-    """A judge, as data.
-
-    Attributes:
-        name: What it is called.
-        question: What it decides; a key of `QUESTIONS`.
-        measures: Names in `MEASURES`; the first is the one that ranks.
-        items: What is asked.
-        problems: A line for each row that could not be used, with file, row and reason.
-        models: Lenses on models of its own, by `Item.model`.
-        methods: What is asked if no methods were named; all of them if None.
-        reference: The method that differences are taken to.
-        truth: From lens, item, target and logits to the effects of the units, where items do not bring them.
-        measure: Another way to make the records of items, from the user's lens, the items and the methods.
-    """
-
-    name: str
-    question: str
-    measures: tuple[str, ...]
-    items: tuple[Item, ...]
-    problems: tuple[str, ...] = ()
-    models: Mapping[str, Lens] = field(default_factory=dict)
-    methods: tuple[str, ...] | None = None
-    reference: str = REFERENCE
-    truth: Callable[[Lens, Item, int, Tensor], Sequence[float]] | None = None
-    measure: Callable[[Lens, Sequence[Item], Sequence[str]], list[Record]] | None = None
-
-    def digest(self) -> str:
-        """What tells whether a run is continued on the same items."""
-        return digest_of(repr((item.name, item.ids, item.target, item.units, item.truth)) for item in self.items)
 
 
 def judge(
@@ -186,82 +139,28 @@ def judge(
         The summary and where everything is. Started again with the same settings, a run continues where it stopped.
     """
     chosen = chosen_options(JudgeOptions, options, changes)
-    return run_judges(lens, [evidence(lens, Path(data).expanduser(), limit=chosen.limit)], out, chosen, progress)
-
-
-def run_judges(
-    lens: Lens,
-    judges: Sequence[Judge],
-    out: str | Path,
-    options: JudgeOptions,
-    progress: bool | None = None,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    more: Callable[[Run, list[Record]], dict[str, Any]] = lambda run, records: {},
-    tell: Callable[[str], None] = lambda said: None,
-) -> StudyResult:
-    """Run judges on their items.
-
-    Args:
-        lens: The user's model.
-        judges: What is asked.
-        out: The run's folder.
-        options: Methods, seed and group size.
-        progress: Whether to show a bar; None shows it in a terminal.
-        settings: What else the result depends on.
-        more: Further parts of the summary, from the run and its records, whose scores it may add to.
-        tell: Is told what is being done, method by method.
-    """
-    items = [item for one in judges for item in one.items]
-    if not items and judges:
-        problems = [line for one in judges for line in one.problems]
+    items, problems = evidence(lens, Path(data).expanduser(), chosen.limit)
+    if not items:
         raise InputError(f"No row could be used; the first: {problems[0] if problems else 'there are no rows'}")
-    about = {one.name: _about_judge(one) for one in judges}
-    chosen = {"methods": options.methods, "seed": options.seed, "limit": options.limit, "judges": about}
-    run = Run(out, "judge", model_settings(lens) | chosen | dict(settings or {}))
-    by_name = {one.name: one for one in judges}
-    scorers: dict[tuple[str, str], Scorer] = {}
-
-    def measure(group: Sequence[int]) -> list[Record]:
-        tell(f"{len(run.records())} of {len(items)} items done")
-        some = [items[index] for index in group]
-        of = by_name[some[0].judge]
-        methods = options.methods or of.methods or default_methods()
-        if of.measure is not None:
-            found = []
-            for item in some:  # each may take a minute
-                tell(f"{of.name}: {item.name}, {len(run.records()) + len(found)} of {len(items)} items done")
-                found += [_about(item) | one for one in of.measure(lens, [item], methods)]
-            return found
-        key = some[0].model, of.name
-        if key not in scorers:
-            scorers[key] = Scorer(of.models.get(some[0].model, lens), methods, tell)
-        return scorers[key].records(some, of)
-
-    def summary(records: list[Record]) -> dict[str, Any]:
-        extra = more(run, records)
-        return judge_summary(records, run.settings) | extra
-
-    run.work(_groups(items, options.group_size), measure, progress)
-    return run.finish(len(items), summary, judge_report)
+    about = {"measures": list(MEASURES)[:3], "n": len(items), "items": items_digest(items), "problems": problems}
+    asked = {"methods": chosen.methods, "seed": chosen.seed, "limit": chosen.limit, "judges": {EVIDENCE: about}}
+    run = Run(out, "judge", model_settings(lens) | asked)
+    scorer = Scorer(lens, chosen.methods or default_methods())
+    groups = item_groups([(len(item.ids),) for item in items], chosen.group_size)
+    run.work(groups, lambda group: scorer.records([items[index] for index in group]), progress)
+    return run.finish(len(items), partial(judge_summary, settings=run.settings), judge_report)
 
 
-def _about_judge(of: Judge) -> dict[str, Any]:
-    return {
-        "question": of.question,
-        "measures": of.measures,
-        "n": len(of.items),
-        "items": of.digest(),
-        "problems": of.problems,
-        "reference": of.reference,
-    }
+def items_digest(items: Sequence[Item]) -> str:
+    """What tells whether a run is continued on the same items."""
+    return digest_of(repr((item.name, item.ids, item.target, item.units, item.truth)) for item in items)
 
 
-def _groups(items: Sequence[Item], size: int) -> list[list[int]]:
-    """Items that share a recording: of one judge, one model and one length, at most `size` of them."""
-    by_kind: dict[Any, list[int]] = {}
-    for index, item in enumerate(items):
-        by_kind.setdefault((item.judge, item.model, len(item.ids), item.out_token), []).append(index)
+def item_groups(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
+    """Items that share a recording: at most `size` of one kind, such as a length."""
+    by_kind: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(index)
     return [some[i : i + size] for some in by_kind.values() for i in range(0, len(some), size)]
 
 
@@ -334,8 +233,8 @@ def whole_words(text: str, words: str) -> list[tuple[int, int]]:
     return [found.span() for found in re.finditer(rf"(?<!\w){re.escape(words)}(?!\w)", text)]
 
 
-def evidence(lens: Lens, data: Path, *, limit: int | None = None) -> Judge:
-    """The judge of a file of items, or of a folder of such files.
+def evidence(lens: Lens, data: Path, limit: int | None = None) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    """The items of a file, or of a folder of such files, and the problems of rows that cannot be used.
 
     Args:
         lens: The model, with its tokenizer.
@@ -347,9 +246,7 @@ def evidence(lens: Lens, data: Path, *, limit: int | None = None) -> Judge:
         raise InputError(
             f"Expected a .csv or .jsonl file of items, or a folder of them; there is none at {str(data)!r}."
         )
-    items, problems = items_of(files, partial(_item, lens), limit)
-    measures = ("reciprocal_rank", "top_1", "reciprocal_rank_by_magnitude")
-    return Judge(name="evidence", question="word", measures=measures, items=items, problems=problems)
+    return items_of(files, partial(_item, lens), limit)
 
 
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
@@ -371,7 +268,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     if len(units) < 2:
         raise InputError("A prefix of one word leaves nothing to decide.")
     return Item(
-        judge="evidence",
+        judge=EVIDENCE,
         set=name,
         name=f"{name}:{row}",
         ids=prompt.ids,
@@ -379,14 +276,13 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
         units=units,
         labels=labels,
         truth=tuple(float(bool(tokens & set(unit))) for unit in units),
-        right="first" if bad is None else "contrast",
         overlap=target,
     )
 
 
 def items_of(
-    files: Iterable[Path], make: Callable[[str, int, Mapping[str, Any]], Item], limit: int | None
-) -> tuple[tuple[Item, ...], tuple[str, ...]]:
+    files: Iterable[Path], make: Callable[[str, int, Mapping[str, Any]], Made], limit: int | None
+) -> tuple[tuple[Made, ...], tuple[str, ...]]:
     """The items of some files, and the problems of rows that cannot be used.
 
     Args:
@@ -394,7 +290,7 @@ def items_of(
         make: Gives the item of a set's name, the number of a row, and the row.
         limit: Items of each set, at most.
     """
-    items: list[Item] = []
+    items: list[Made] = []
     problems: list[str] = []
     for path in files:
         n_before = len(items)
@@ -428,48 +324,41 @@ class Scorer:
     Args:
         lens: The model.
         methods: Names of maps, with the member after an @.
-        tell: Is told which method is asked.
     """
 
-    def __init__(self, lens: Lens, methods: Sequence[str], tell: Callable[[str], None] = lambda said: None) -> None:
-        self.lens, self.has_overlap, self.tell = lens, WORD_OVERLAP in methods, tell
+    def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
+        self.lens, self.has_overlap = lens, WORD_OVERLAP in methods
         self.methods: dict[str, list[str]] = {}
         for name in methods:
             if name != WORD_OVERLAP:
                 self.methods.setdefault(split(name)[1], []).append(name)
         self.lenses = {member: member_lens(lens, member) for member in self.methods}
 
-    def records(self, items: Sequence[Item], of: Judge) -> list[Record]:
+    def records(self, items: Sequence[Item]) -> list[Record]:
         """A record for each of some items of one length: whether the model is right, what is true, every method."""
-        logits = last_logits(self.lens, [item.ids for item in items], items[0].out_token)
-        targets = [
-            int(row.argmax()) if item.target is None else item.target for item, row in zip(items, logits, strict=True)
-        ]
-        right = [k for k, item in enumerate(items) if is_item_right(item, logits[k], targets[k])]
-        records = [_about(item) | {"left_out": WRONG} for item in items]
-        found = self.score([items[k] for k in right], [targets[k] for k in right]) if right else []
-        for k, one in zip(right, found, strict=True):
-            item, target = items[k], targets[k]
-            truth = item.truth
-            if truth is None:
-                assert of.truth is not None and isinstance(target, int), "effects are measured on tokens"
-                truth = [short(value, 7) for value in of.truth(self.lens, item, target, logits[k])]
-            about = {"target": target, "labels": list(item.labels), "truth": list(truth)}
-            records[k] = _about(item) | about | one
-        return records
+        logits = last_logits(self.lens, [item.ids for item in items])
+        right = [k for k, item in enumerate(items) if is_item_right(logits[k], item.target)]
+        found = dict(zip(right, self.score([items[k] for k in right], [items[k].target for k in right]), strict=True))
+        return [item_record(item, item.target, item.truth, found.get(k)) for k, item in enumerate(items)]
 
-    def score(self, items: Sequence[Item], targets: Sequence[Target]) -> list[Record]:
+    def score(self, items: Sequence[Item], targets: Sequence[Target], out_token: int = -1) -> list[Record]:
         """`scores` and `seconds` by method of each item, and `missing`, why a method has none."""
         found: list[Record] = [{"scores": {}, "seconds": {}, "missing": {}} for _ in items]
-        for member, names in self.methods.items():
-            self._score_member(self.lenses[member], items, targets, names, found)
+        for member, names in self.methods.items() if items else ():
+            self._score_member(self.lenses[member], items, targets, names, out_token, found)
         if self.has_overlap:
             for item, one in zip(items, found, strict=True):
                 one["scores"][WORD_OVERLAP] = word_overlap(item)
         return found
 
     def _score_member(
-        self, lens: Lens, items: Sequence[Item], targets: Sequence[Target], names: Sequence[str], found: list[Record]
+        self,
+        lens: Lens,
+        items: Sequence[Item],
+        targets: Sequence[Target],
+        names: Sequence[str],
+        out_token: int,
+        found: list[Record],
     ) -> None:
         try:
             began = now()
@@ -481,8 +370,7 @@ class Scorer:
             return
         tensors: list[Any] = []
         for name in names:
-            self.tell(f"{items[0].judge}: {name} of {len(items)} items of {len(items[0].ids)} tokens")
-            began, base, out_token = now(), split(name)[0], items[0].out_token
+            began, base = now(), split(name)[0]
             try:
                 if METHODS[base].takes_samples:
                     wanted = targets if METHODS[base].takes_target else None
@@ -504,14 +392,16 @@ class Scorer:
                 one["seconds"][name] = short(seconds, 7)
 
 
-def _about(item: Item) -> Record:
-    return {"judge": item.judge, "set": item.set, "item": item.name}
+def item_record(item: Item, target: Target, truth: Iterable[float], scored: Record | None) -> Record:
+    """The line of an item; of one that was not scored, that the model does not know the answer."""
+    about = {"judge": item.judge, "set": item.set, "item": item.name}
+    if scored is None:
+        return about | {"left_out": WRONG}
+    return about | {"target": target, "labels": list(item.labels), "truth": list(truth)} | scored
 
 
-def is_item_right(item: Item, logits: Tensor, target: Target) -> bool:
-    """Whether the model knows what the item asks: what it does not know it has no evidence for."""
-    if item.right == "always":
-        return True
+def is_item_right(logits: Tensor, target: Target) -> bool:
+    """Whether the model knows what is asked: what it does not know it has no evidence for."""
     if isinstance(target, tuple):
         good, bad = (int(one) for one in target)
         return bool(logits[good] > logits[bad])
@@ -559,25 +449,6 @@ Scores = Sequence[float | None]
 Truth = Sequence[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
-    """A number for a ranking.
-
-    Attributes:
-        compute: From the scores of the units and their truth.
-        random: What scores without any sense get, from the truth alone; by default what ties of all units get.
-        perfect: The best value there is.
-    """
-
-    compute: Callable[[Scores, Truth], float]
-    random: Callable[[Truth], float] | None = None
-    perfect: float = 1.0
-
-    def chance(self, truth: Truth) -> float:
-        """What a ranking gets in which all units stand in random order."""
-        return self.random(truth) if self.random is not None else self.compute([0.0] * len(truth), truth)
-
-
 def as_floats(scores: Scores) -> np.ndarray:
     """Scores as floats, the missing ones as the lowest."""
     found = np.array([np.nan if one is None else one for one in scores], dtype=np.float64)
@@ -603,17 +474,16 @@ def top_one(scores: Scores, truth: Truth) -> float:
     return float((ties & is_evidence).sum() / ties.sum())
 
 
-def by_magnitude(compute: Callable[[Scores, Truth], float]) -> Callable[[Scores, Truth], float]:
-    """The same measure with signs ignored."""
-    return lambda scores, truth: compute([None if one is None else abs(one) for one in scores], truth)
+def _by_magnitude(scores: Scores, truth: Truth) -> float:
+    return reciprocal_rank([None if one is None else abs(one) for one in scores], truth)
 
 
-MEASURES: dict[str, Measure] = {
-    "reciprocal_rank": Measure(compute=reciprocal_rank),
-    "reciprocal_rank_by_magnitude": Measure(compute=by_magnitude(reciprocal_rank)),
-    "top_1": Measure(compute=top_one),
+MEASURES: dict[str, Callable[[Scores, Truth], float]] = {
+    "reciprocal_rank": reciprocal_rank,
+    "top_1": top_one,
+    "reciprocal_rank_by_magnitude": _by_magnitude,
 }
-"""Every measure by name; judges from elsewhere may add theirs."""
+"""Every measure by name; the first is the one that ranks. Chance is what equal scores get."""
 
 
 # Summary --------------------------------------------------------------------------------------------------------------
@@ -646,8 +516,8 @@ def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> 
         for name, reason in record.get("missing", {}).items():
             missing.setdefault(name, Counter())[reason] += 1
     cost = {name: [one["seconds"][name] for one in measured if name in one.get("seconds", {})] for name in methods}
+    measures = about["measures"] if measured else ()
     return {
-        "question": about["question"],
         "n_items": len(records),
         "n_measured": len(measured),
         "n_problems": len(about["problems"]),
@@ -657,12 +527,7 @@ def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> 
             name: {"n": sum(some.values()), "reason": some.most_common(1)[0][0]} for name, some in missing.items()
         },
         "seconds": {name: short(np.median(some), 6) if some else None for name, some in cost.items()},
-        "measures": {
-            measure: method_comparison(measured, sets, methods, measure, seed, about.get("reference", REFERENCE))
-            for measure in about["measures"]
-        }
-        if measured
-        else {},
+        "measures": {measure: _comparison(measured, methods, measure, seed) for measure in measures},
     }
 
 
@@ -671,39 +536,29 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
     return {"n": len(records), "n_measured": len(records) - sum(left_out.values()), "left_out": dict(left_out)}
 
 
-def method_comparison(
-    records: Sequence[Record],
-    sets: Sequence[str],
-    methods: Sequence[str],
-    measure: str,
-    seed: int,
-    reference: str = REFERENCE,
-) -> dict[str, Any]:
-    """One measure of every method, over all sets and in each; best first."""
-    known, by_set = MEASURES[measure], {one: [r for r in records if r["set"] == one] for one in sets}
-    by_set = {name: some for name, some in by_set.items() if some}
-    tables = [
-        np.array([[measured_value(r, name, measure) for name in methods] for r in some]) for some in by_set.values()
-    ]
-    chance = [float(np.mean([known.chance(record["truth"]) for record in some])) for some in by_set.values()]
+def _comparison(records: Sequence[Record], methods: Sequence[str], measure: str, seed: int) -> dict[str, Any]:
+    """One measure of every method, best first, and what chance gets."""
+    by_set: dict[str, list[Record]] = {}
+    for record in records:
+        by_set.setdefault(record["set"], []).append(record)
     generator = np.random.default_rng(seed)
     draws = [  # for each set how often each of its items is drawn, (resample, item)
-        generator.multinomial(len(table), np.full(len(table), 1 / len(table)), N_RESAMPLES).astype(np.float64)
-        for table in tables
+        generator.multinomial(len(some), np.full(len(some), 1 / len(some)), N_RESAMPLES).astype(np.float64)
+        for some in by_set.values()
     ]
-    by_method = {
-        name: _method([table[:, k] for table in tables], draws, list(by_set)) for k, name in enumerate(methods)
+    columns = {
+        name: [np.array([measured_value(one, name, measure) for one in some]) for some in by_set.values()]
+        for name in methods
     }
-    if reference in methods:
-        base = methods.index(reference)
-        for k, name in enumerate(methods):
-            difference = [table[:, k] - table[:, base] for table in tables]
-            by_method[name][f"less {reference}"] = _method(difference, draws, ())
-    order = sorted(methods, key=lambda name: by_method[name]["mean"] or 0.0, reverse=known.perfect > 0)
+    by_method = {name: _method(values, draws) for name, values in columns.items()}
+    if REFERENCE in columns:
+        for name, values in columns.items():
+            difference = [one - base for one, base in zip(values, columns[REFERENCE], strict=True)]
+            by_method[name][f"less {REFERENCE}"] = _method(difference, draws)
+    equal = [[MEASURES[measure]([0.0] * len(one["truth"]), one["truth"]) for one in some] for some in by_set.values()]
+    order = sorted(methods, key=lambda name: by_method[name]["mean"] or 0.0, reverse=True)
     return {
-        "perfect": known.perfect,
-        "random": short(np.mean(chance), 6),
-        "random_by_set": {name: short(one, 6) for name, one in zip(by_set, chance, strict=True)},
+        "random": short(np.mean(list(map(np.mean, equal))), 6),
         "methods": {name: by_method[name] for name in order},
     }
 
@@ -711,28 +566,26 @@ def method_comparison(
 def measured_value(record: Record, name: str, measure: str) -> float:
     """The measure of one item by one method; NaN where it has no scores."""
     scores = record["scores"].get(name)
-    return np.nan if scores is None else MEASURES[measure].compute(scores, record["truth"])
+    return np.nan if scores is None else MEASURES[measure](scores, record["truth"])
 
 
-def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray], names: Sequence[str]) -> dict[str, Any]:
-    """The mean over sets with its interval, and the mean of each set."""
+def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The mean over sets, with its interval."""
     present = [np.isfinite(column) for column in columns]
     kept = [k for k, some in enumerate(present) if some.any()]
     if not kept:
         return {"mean": None, "interval": None, "n": 0}
-    means = [float(columns[k][present[k]].mean()) for k in kept]
     with np.errstate(invalid="ignore"):
         resampled = [
             (draws[k] @ np.where(present[k], columns[k], 0.0)) / (draws[k] @ present[k].astype(np.float64))
             for k in kept
         ]
     bounds = np.nanquantile(np.mean(resampled, axis=0), (0.025, 0.975))
-    found: dict[str, Any] = {
-        "mean": short(np.mean(means), 6),
+    return {
+        "mean": short(np.mean([float(columns[k][present[k]].mean()) for k in kept]), 6),
         "interval": [short(bound, 6) for bound in bounds],
         "n": int(sum(some.sum() for some in present)),
     }
-    return found | ({"sets": {names[k]: short(mean, 6) for k, mean in zip(kept, means, strict=True)}} if names else {})
 
 
 # Report ---------------------------------------------------------------------------------------------------------------
@@ -740,40 +593,29 @@ def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray], names: S
 
 def judge_report(run: Run, summary: dict[str, Any]) -> None:
     """Write `report.html` into a run's folder."""
-    sections = []
-    for name, found in summary["judges"].items():
-        text = "\n".join([QUESTIONS[found["question"]], counts_line(found), *found["problems"]])
-        tables = [judge_table(found), set_table(found)] if found["measures"] else []
-        sections.append(Section(title=name, text=text, tables=tables))
+    sections = [
+        Section(title=name, text="\n".join([counts_line(found), *found["problems"]]), tables=[judge_table(found)])
+        for name, found in summary["judges"].items()
+    ]
     write_page(run, f"Judges: {run.settings['model']}", sections)
 
 
 def judge_table(found: dict[str, Any]) -> Table:
-    """What each method of a judge gets, its interval, its difference to the reference, its cost."""
-    measure, compared = next(iter(found["measures"].items()))  # the one that ranks
-    head, less = measure.replace("_", " "), "less the paper's T"
+    """What each method of a judge gets, its interval, its difference to In+Class of the paper, its cost."""
     rows = []
-    for name, one in compared["methods"].items():
-        difference = next((value for key, value in one.items() if key.startswith("less ")), {"mean": None})
-        cost = found["seconds"].get(name)
-        shown = {head: _shown(one), less: _shown(difference, "+.3f"), "items": one["n"]}
-        rows.append({"method": name} | shown | {"ms per item": "–" if cost is None else f"{1000 * cost:.3g}"})
-    blank = {head: f"{compared['random']:.3f}", less: "", "items": "", "ms per item": ""}
-    return [*rows, {"method": "(chance)"} | blank]
-
-
-def set_table(found: dict[str, Any]) -> Table:
-    """What each method of a judge gets, by set."""
-    compared = next(iter(found["measures"].values()))
-    means = {name: method.get("sets", {}) for name, method in compared["methods"].items()}
-    return [
-        {"method": name} | {one: f"{some[one]:.3f}" if one in some else "–" for one in compared["random_by_set"]}
-        for name, some in (means | {"(chance)": compared["random_by_set"]}).items()
-    ]
+    for measure, compared in list(found["measures"].items())[:1]:  # the one that ranks
+        head, less = measure.replace("_", " "), "less the paper's T"
+        for name, one in compared["methods"].items():
+            cost, difference = found["seconds"].get(name), one.get(f"less {REFERENCE}", {"mean": None})
+            shown = {head: _shown(one), less: _shown(difference, "+.3f"), "items": one["n"]}
+            rows.append({"method": name} | shown | {"ms per item": "–" if cost is None else f"{1000 * cost:.3g}"})
+        blank = {less: "", "items": "", "ms per item": ""}
+        rows.append({"method": "(chance)", head: f"{compared['random']:.3f}"} | blank)
+    return rows
 
 
 def _shown(one: dict[str, Any], form: str = ".3f") -> str:
-    return "–" if one["mean"] is None else with_interval(one["mean"], one["interval"], form)
+    return "–" if one["mean"] is None else with_interval(one["mean"], one["interval"], one["n"], form)
 
 
 def counts_line(found: dict[str, Any]) -> str:

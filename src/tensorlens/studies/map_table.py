@@ -127,7 +127,7 @@ class MapTable:
             if any(self.folder.iterdir()):
                 raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
             write_json(path, self.settings)
-        there = read_run_file(path, {}, "Choose another folder.")
+        there = read_run_file(path, "Choose another folder.")
         refuse_other_settings(path, {"settings": there}, {"settings": self.settings})
 
 

@@ -83,8 +83,8 @@ FEW_UNITS = 5
 """Below so many units resampling may give the same mean every time, which says nothing."""
 
 
-def with_interval(value: float, bounds: Sequence[float], form: str = ".5g", n_units: int | None = None) -> str:
+def with_interval(value: float, bounds: Sequence[float], n_units: int, form: str = ".5g") -> str:
     """A number with its interval, as tables show them; one of no width from few units is left out."""
-    if n_units is not None and n_units < FEW_UNITS and bounds[0] == bounds[1]:
+    if n_units < FEW_UNITS and bounds[0] == bounds[1]:
         return f"{value:{form}}"
     return f"{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]"

@@ -20,13 +20,15 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import StringIO
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 import torch
 from tqdm import tqdm
 
@@ -93,6 +95,20 @@ def best_first(methods: Mapping[str, Any], *, largest: bool) -> list[str]:
     return sorted(methods, key=lambda name: methods[name]["auc"], reverse=largest)
 
 
+def check_run_folder(folder: str | Path, study: str) -> None:
+    """Refuse a folder that cannot hold a run of this study; commands ask before they load a model.
+
+    Raises:
+        InputError: It is a file, its config.json cannot be read, or it holds a run of another study.
+    """
+    folder, config = Path(folder), Path(folder) / "config.json"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"Expected a folder for the run; {str(folder)!r} is a file.")
+    found = read_run_file(config, "Choose another folder.", _ConfigFile)["study"] if config.exists() else study
+    if found != study:
+        raise InputError(f"Expected a folder of a {study} run, or a new one; {str(folder)!r} holds a run of {found}.")
+
+
 class Run:
     """A study's folder, opened for this process.
 
@@ -125,14 +141,13 @@ class Run:
     def config(self) -> dict[str, Any]:
         """What `config.json` holds."""
         advice = "If its samples were made with the current settings, delete config.json and start again; else choose "
-        fields = {"study": str, "settings": dict, "versions": dict, "origin": dict}
-        return read_run_file(self.folder / "config.json", fields, advice + "another folder.")
+        return read_run_file(self.folder / "config.json", advice + "another folder.", _ConfigFile)
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """What `summary.json` holds; None before the end."""
         path = self.folder / "summary.json"
-        return read_run_file(path, {}, "Remove it and start the run again.") if path.exists() else None
+        return read_run_file(path, "Remove it and start the run again.") if path.exists() else None
 
     def records(self, n_samples: int | None = None) -> list[Record]:
         """The samples finished so far, by any process, in the order of their index.
@@ -171,7 +186,8 @@ class Run:
         done = {record["index"] for record in self.records(n_samples)}
         share = groups[self.processes.rank :: self.processes.count]
         pending = [group for group in share if not done.issuperset(group)]
-        with self._writing(), _appending(self._own_file) as write, self._bar(n_samples, pending, progress) as bar:
+        n_pending = sum(map(len, pending))
+        with self._writing(), _appending(self._own_file) as write, self._bar(n_samples, n_pending, progress) as bar:
             for group in pending:
                 found = zip(group, measure(group), strict=True)
                 write([{"index": index} | record for index, record in found if index not in done])
@@ -242,12 +258,20 @@ class Run:
     def _sample_files(self) -> list[Path]:
         return sorted(self.folder.glob("samples*.jsonl"), key=lambda path: (len(path.name), path.name))
 
-    def _bar(self, n_samples: int, pending: Sequence[Sequence[int]], progress: bool | None) -> tqdm | Lines:
-        initial = max(0, n_samples - sum(map(len, pending)) * self.processes.count)
-        if progress is None and self.processes.is_first and not sys.stderr.isatty():
-            return Lines(self.study, n_samples, initial)
-        disable = True if not self.processes.is_first else None if progress is None else not progress
-        return tqdm(total=n_samples, initial=initial, disable=disable, unit="sample", desc=self.study, smoothing=0.05)
+    def _bar(self, n_samples: int, n_pending: int, progress: bool | None) -> AbstractContextManager[tqdm]:
+        in_lines = progress is None and self.processes.is_first and not sys.stderr.isatty()
+        form = "{desc}: {n_fmt} of {total_fmt} samples after {elapsed}, about {remaining} left" if in_lines else None
+        bar = tqdm(
+            total=n_samples,
+            initial=max(0, n_samples - n_pending * self.processes.count),
+            disable=True if not self.processes.is_first else progress is not None and not progress,
+            unit="sample",
+            desc=self.study,
+            smoothing=0.05,
+            file=StringIO() if in_lines else sys.stderr,
+            bar_format=form,
+        )
+        return _in_lines(bar) if in_lines and n_pending else bar
 
     def _wait(self, is_done: Callable[[], bool], reason: str) -> None:
         deadline = time.monotonic() + STALLED_AFTER_SECONDS
@@ -283,42 +307,25 @@ class Run:
             ) from error
 
 
-class Lines:
-    """How far a run is where there is no terminal: a line on standard error now and then, also while nothing ends.
+@contextmanager
+def _in_lines(bar: tqdm) -> Iterator[tqdm]:
+    """How far a run is where there is no terminal: a line on standard error now and then, also while nothing ends."""
+    over = Event()
 
-    Args:
-        study: Name of the study.
-        total: How many samples there are.
-        done: How many were finished before.
-    """
-
-    def __init__(self, study: str, total: int, done: int) -> None:
-        self.study, self.total, self.done, self.before = study, total, done, done
-        self.began, self._stop = time.monotonic(), Event()
-        self._thread = Thread(target=self._speak, daemon=True)
-
-    def __enter__(self) -> Lines:
-        if self.done < self.total:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def update(self, n: int) -> None:
-        """So many more are finished."""
-        self.done = min(self.total, self.done + n)
-
-    def _speak(self) -> None:
+    def speak() -> None:
         wait = FIRST_LINE_SECONDS
-        while not self._stop.wait(wait):
-            seconds, new = time.monotonic() - self.began, self.done - self.before
-            left = f", about {seconds / new * (self.total - self.done):.0f} s left" if new else ""
-            sys.stderr.write(f"{self.study}: {self.done} of {self.total} samples after {seconds:.0f} s{left}\n")
+        while not over.wait(wait):
+            sys.stderr.write(f"{bar}\n")
             sys.stderr.flush()
             wait = LINE_SECONDS
+
+    thread = Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield bar
+    finally:
+        over.set()
+        thread.join()
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -380,26 +387,25 @@ def read_record(line: bytes, n_samples: int | None = None) -> Record:
     return record
 
 
-def read_run_file(path: Path, fields: Mapping[str, type], advice: str) -> dict[str, Any]:
+class _ConfigFile(TypedDict):
+    study: str
+    settings: dict[str, Any]
+    versions: dict[str, Any]
+    origin: dict[str, Any]
+
+
+def read_run_file(path: Path, advice: str, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """The object in a JSON file of a run.
 
     Raises:
-        InputError: it cannot be read, or lacks one of the `fields`; says where, and what to do.
+        InputError: it cannot be read, or is not of its kind; says what was expected, and what to do.
     """
     try:
-        document = from_json(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise InputError(f"Expected a file at {str(path)!r}; got {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise InputError(f"Expected JSON in {str(path)!r}; at line {line}: {error}. {advice}") from error
-    if not isinstance(document, dict):
-        raise InputError(f"Expected an object in {str(path)!r}, line 1; got {type(document).__name__}. {advice}")
-    wrong = next((name for name, kind in fields.items() if not isinstance(document.get(name), kind)), None)
-    if wrong is not None:
-        got = f"{document[wrong]!r:.60}" if wrong in document else "nothing"
-        raise InputError(f"Expected `{wrong}` in {str(path)!r}; got {got}. {advice}")
-    return document
+        raise InputError(f"Expected JSON of a run in {str(path)!r}; got: {error}. {advice}") from error
 
 
 def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
-from tensorlens.views.placed_pictures import PlacedPicture, placed_pictures
+from tensorlens.views.placed_pictures import PlacedPicture, checked, placed_pictures
 
 Spans = Sequence[tuple[int, int] | None]
 
@@ -81,22 +82,11 @@ def _holder(spans: Spans, start: int, stop: int) -> int | None:
 
 def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | None:
     """Bounds within a text, one pair or None for each; None for anything else, since files come from strangers."""
-    if not isinstance(value, (list, tuple)) or len(value) != n:
-        return None
-    spans: list[tuple[int, int] | None] = []
-    for pair in value:
-        if pair is None:
-            spans.append(None)
-            continue
-        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(bound) is int for bound in pair)
-        if not is_pair or not 0 <= pair[0] < pair[1] <= length:
-            return None
-        spans.append((pair[0], pair[1]))
-    return spans
+    spans = checked(value, list[tuple[int, int] | None])
+    is_right = spans is not None and len(spans) == n and all(0 <= a < b <= length for a, b in filter(None, spans))
+    return spans if is_right else None
 
 
 def _numbers(value: Any, n: int) -> tuple[float, ...] | None:
-    is_list = isinstance(value, list) and len(value) == n
-    if not is_list or not all(isinstance(one, (int, float)) and abs(one) < _LARGEST for one in value):
-        return None
-    return tuple(float(one) for one in value)
+    numbers = checked(value, tuple[Annotated[float, Meta(gt=-_LARGEST, lt=_LARGEST)], ...])
+    return numbers if numbers is not None and len(numbers) == n else None

@@ -13,21 +13,8 @@ FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions
 """Keys of `meta` that are said first, in this order; others follow as they come."""
 
 NOT_SAID = frozenset(
-    {
-        "grid",
-        "image",
-        "standard_error",
-        "out_positions",
-        "offsets",
-        "causal",
-        "set_aside",
-        "sink",
-        "sink_gives",
-        "sums_to",
-        "why",
-        "answer_parts",
-        "pictures",
-    }
+    ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts")
+    + ("set_aside", "sink", "sink_gives", "sums_to", "why")
 )
 """Keys of `meta` that are drawn, and not said."""
 
@@ -204,9 +191,10 @@ def _sum_with_aside(
     sink: float | None,
 ) -> str:
     """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
-    called = "set aside" if "set_aside" in meta else "the first token"
-    grouped = meta.get("grouped", "tokens")
-    shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
+    is_picture = meta.get("grid") is not None
+    called = "set aside" if "set_aside" in meta else "not a patch" if is_picture else "the first token"
+    grouped = "patches" if is_picture else meta.get("grouped", "tokens")
+    shown = grouped if grouped in ("patches", "tokens", "words", "sentences", "lines") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
     named = [(f"“{visible(label).strip()}”, {called},", own) for label, own in aside]
     named += [] if sink is None else [("an attention sink", sink)]

@@ -119,11 +119,12 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     colouring = _colouring(view, limit)
     alpha = np.ones_like(patches)
     if view.image is not None:
-        axes.imshow(_picture(view.image), extent=extent, interpolation="antialiased", aspect="auto")
+        axes.imshow(_muted(_picture(view.image)), extent=extent, interpolation="antialiased", aspect="auto")
         # A patch covers the picture by the size of its score, as in the page's overlay.
         alpha = opacity * np.nan_to_num(np.abs(patches) / limit, nan=1.0)
     image = {"cmap": colouring.colours, "norm": colouring.scale, "alpha": alpha}
-    axes.imshow(patches, extent=extent, interpolation="nearest", aspect="auto", **image)
+    smooth = "nearest" if view.image is None else "bilinear"
+    axes.imshow(patches, extent=extent, interpolation=smooth, aspect="auto", **image)
     axes.set(xticks=[], yticks=[])
     _thin_frame(axes)
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
@@ -322,6 +323,12 @@ def _add_legend(figure: Figure, colouring: _Colouring, left: float, length: floa
 def _thin_frame(axes: Axes) -> None:
     for spine in axes.spines.values():
         spine.set(linewidth=0.4, color=_EDGE)
+
+
+def _muted(picture: np.ndarray) -> np.ndarray:
+    """The picture with little colour and contrast, so that what is laid over it can be seen."""
+    grey = picture.mean(axis=2, keepdims=True)
+    return (0.25 * picture + 0.75 * (0.7 * grey + 70)).clip(0, 255).astype(np.uint8)
 
 
 def _picture(image: str) -> np.ndarray:

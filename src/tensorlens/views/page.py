@@ -25,25 +25,9 @@ from tensorlens.views.record import MapView, by_strength, limit_of
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = (
-    "labels",
-    "colours",
-    "scores",
-    "viewport",
-    "raster",
-    "axes",
-    "heatmap",
-    "text",
-    "patches",
-    "panels",
-    "aside",
-    "group_words",
-    "shade",
-    "pictures",
-    "answer",
-    "lens",
+    *("labels", "colours", "scores", "viewport", "raster", "axes", "heatmap", "text", "patches", "panels", "aside"),
+    *("group_words", "shade", "pictures", "answer", "lens", "graph", "grid", "inside", "pairs", "mount"),
 )
-_INSIDE_SCRIPTS = ("labels", "colours", "shade", "graph", "grid", "inside")
-_PAIRS_SCRIPTS = ("labels", "colours", "shade", "grid", "pictures", "pairs")
 _EXACT_UP_TO = 512
 _FALLBACK_TOKENS = 12
 
@@ -53,17 +37,44 @@ def fragment(view: MapView) -> str:
 
     Where scripts do not run (an untrusted notebook, a preview), the strongest inputs are still there as text.
     """
-    start = "mountWaiting(document.currentScript?.getRootNode() ?? document);"
-    return f"{_host(view)}\n<script>{isolated(component(), start)}</script>"
+    return _cell(_host(view))
 
 
 def page(views: Sequence[MapView], title: str) -> str:
     """A complete HTML document with one map below the other."""
-    return document([_host(view) for view in views], title, isolated(component(), "mountWaiting(document);"))
+    return _document([_host(view) for view in views], title)
 
 
-def document(parts: Sequence[str], title: str, script: str) -> str:
-    """A complete HTML document of some parts, in which one script alone may run."""
+def inside_page(data: dict[str, Any], title: str, *, before: Sequence[str] = ()) -> str:
+    """A complete HTML document of the inside of a model at one input.
+
+    Args:
+        data: What `Inside.payload` gives.
+        title: Its title.
+        before: Paragraphs and pictures above it; what begins with a tag of a picture is one.
+    """
+    above = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in before]
+    return _document([*above, host("inside", f"<p><strong>{as_text(title)}</strong></p>", data)], title)
+
+
+def pairs_page(data: dict[str, Any], title: str) -> str:
+    """A complete HTML document of a pair map, from what `PairMap.payload` gives."""
+    return _document([_pairs_host(data, title)], title)
+
+
+def pairs_fragment(data: dict[str, Any], title: str) -> str:
+    """The same for a notebook cell; where scripts do not run, the question and the strongest pairs are text."""
+    return _cell(_pairs_host(data, title))
+
+
+def _cell(part: str) -> str:
+    start = "mountWaiting(document.currentScript?.getRootNode() ?? document);"
+    return f"{part}\n<script>{isolated(component(), start)}</script>"
+
+
+def _document(parts: Sequence[str], title: str) -> str:
+    """A complete HTML document of some parts, in which our script alone may run."""
+    script = isolated(component(), "mountWaiting(document);")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     return "\n".join(
@@ -78,33 +89,6 @@ def document(parts: Sequence[str], title: str, script: str) -> str:
     )
 
 
-def inside_page(data: dict[str, Any], title: str, *, before: Sequence[str] = ()) -> str:
-    """A complete HTML document of the inside of a model at one input.
-
-    Args:
-        data: What `Inside.payload` gives.
-        title: Its title.
-        before: Paragraphs and pictures above it; what begins with a tag of a picture is one.
-    """
-    start = "for (const host of document.querySelectorAll('[data-tensorlens=inside]')) mountInside(host);"
-    place = host("inside", f"<p><strong>{as_text(title)}</strong></p>", data)
-    above = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in before]
-    return document([*above, place], title, isolated(inside_component(), start))
-
-
-def pairs_page(data: dict[str, Any], title: str) -> str:
-    """A complete HTML document of a pair map, from what `PairMap.payload` gives."""
-    return document([_pairs_host(data, title)], title, isolated(pairs_component(), _PAIRS_START))
-
-
-def pairs_fragment(data: dict[str, Any], title: str) -> str:
-    """The same for a notebook cell; where scripts do not run, the question and the strongest pairs are text."""
-    return f"{_pairs_host(data, title)}\n<script>{isolated(pairs_component(), _PAIRS_START)}</script>"
-
-
-_PAIRS_START = "mountPairs(document.currentScript?.getRootNode() ?? document);"
-
-
 def _pairs_host(data: dict[str, Any], title: str) -> str:
     cells, rows, columns = data["cells"], data["rows"], data["columns"]
     lines = [f"<strong>{as_text(title)}</strong>"]
@@ -116,26 +100,10 @@ def _pairs_host(data: dict[str, Any], title: str) -> str:
 
 @cache
 def component() -> str:
-    """The component's JavaScript: defines `mount(host, data)` and `mountWaiting(root)` in the scope it is put into."""
-    return _script((*_SCRIPTS, "mount"), STYLE="component.css")
-
-
-@cache
-def inside_component() -> str:
-    """The JavaScript: defines `Inside` and `mountInside(host)` in the scope it is put into."""
-    return _script(_INSIDE_SCRIPTS, STYLE="component.css", INSIDE_STYLE="inside.css")
-
-
-@cache
-def pairs_component() -> str:
-    """The JavaScript of pair maps: defines `mountPairs(root)` in the scope it is put into."""
-    return _script(_PAIRS_SCRIPTS, STYLE="component.css", PAIRS_STYLE="pairs.css")
-
-
-def _script(names: Sequence[str], **styles: str) -> str:
-    """Files of JavaScript, one after the other, with the palettes and the styles as constants before them."""
+    """The JavaScript of all pages: defines `mount`, `Inside`, `Pairs` and `mountWaiting(root)` around it."""
+    styles = {"STYLE": "component.css", "INSIDE_STYLE": "inside.css", "PAIRS_STYLE": "pairs.css"}
     constants = [f"const {name} = {as_json(static_file(file))};" for name, file in styles.items()]
-    scripts = [static_file(f"{name}.js") for name in names]
+    scripts = [static_file(f"{name}.js") for name in _SCRIPTS]
     return "\n".join([f"const PALETTES = {static_file('palettes.json')};", *constants, *scripts])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,28 +15,15 @@ from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import (
-    AblateAsk,
-    AnswerAsk,
-    Ask,
-    OpenAsk,
-    SimilarAsk,
-    Spoken,
-    Subject,
-    WhyAsk,
-    read_picture,
-)
+from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_picture
 from tensorlens.app.explorer.rows import compute_map
 from tensorlens.errors import InputError
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
-from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, has_one_row
-from tensorlens.maps.headlines import Headlined, headlined
-from tensorlens.maps.targets import Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.pairs.similarity import similarity
-from tensorlens.recommendations import default_method, default_output, has_predictions, recommended
+from tensorlens.recommendations import MapQuestion, default_output, recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -55,8 +43,8 @@ class Answers:
 
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
-        self.tensors: Recent[Subject, Parts] = Recent(limits.tensors, limits.tensor_bytes)
-        self.said: Recent[Spoken, Answer] = Recent(ANSWERS_KEPT, limits.tensor_bytes)
+        self.tensors: Recent[tuple[Any, ...], Parts] = Recent(limits.tensors, limits.tensor_bytes)
+        self.said: Recent[tuple[Any, ...], Answer] = Recent(ANSWERS_KEPT, limits.tensor_bytes)
         self.results: Recent[str, TokenMap] = Recent(64, limits.result_bytes)
         self.images: Recent[str, Any] = Recent(limits.images, limits.images * 4 * 1024 * 1024)
 
@@ -69,50 +57,43 @@ class Answers:
 
     # One question each ------------------------------------------------------------------------------------------------
 
-    def open_model(self, job: Job, ask: OpenAsk) -> Event:
+    def open(self, job: Job, ask: OpenAsk) -> Event:
         """Load a model and say what it takes."""
         return {"type": "done", "model": ask.model, "kind": input_kind(self._lens(job, ask.model))}
 
-    def predict(self, job: Job, ask: Ask) -> Event:
+    def add(self, job: Job, ask: OpenAsk) -> Event:
+        """Load a model that was not named at start."""
+        if ask.model not in self.library.names:
+            job.tell("progress", stage=f"Loading {ask.model}", done=None)
+            self.library.add(ask.model)
+        return self.open(job, ask)
+
+    def predictions(self, job: Job, ask: Ask) -> Event:
         """The model's own top predictions at one output; none for a model without a head."""
-        parts = self._parts(job, ask.subject)
+        parts, _ = self._parts(job, ask, "word")
         return {"type": "done", "predictions": parts.predictions(-1 if ask.out_token is None else ask.out_token)}
 
     def map(self, job: Job, ask: Ask) -> Event:
         """The map of a question, told as soon as it is there, and then its certificate."""
-        is_kept = self.tensors.get(ask.subject) is not None
-        parts = self._parts(job, ask.subject)
-        ask = _complete(parts.whole, ask)
-        assert ask.method is not None
-        job.tell("input", **_about(parts, ask))
+        parts, is_kept = self._parts(job, ask, "word")
         T = parts.part(ask)
-        key = ask.digest
-        found = self.results.get(key) or self._map(job, T, ask)
-        self._keep(key, found)
-        job.tell("map", map=payload(found.view()), result=key)
-        if is_of_tensor(found.method):
-            found = self._certified(job, key, found, T)
+        asked = MapQuestion.complete(T, ask.method, ask.out_token, ask.target, ask.against, is_one=ask.is_one)
+        job.tell("input", **_about(parts, ask, asked))
+        key = msgspec.structs.replace(ask, method=asked.method, out_token=asked.out_token, is_one=False).digest
+        found = self.results.get(key) or asked.answered(T, asked.headlined(T), partial(compute_map, job, T))
+        job.tell("map", map=payload(self._keep(key, found).view()), result=key)
+        found = self._certified(job, key, found, T) if is_of_tensor(found.method) else found
         return {"type": "done", "result": key, "is_kept": is_kept} | facts(found)
-
-    def _map(self, job: Job, T: AttentionTensor, ask: Ask) -> TokenMap:
-        """The map with its headline, where it is about one output and a prediction."""
-        assert ask.method is not None
-        asked = _headlined(T, ask) if ask.method == METHOD_OF_CLASSES else None
-        if asked is None:
-            return compute_map(job, T, ask.method, ask.out_token, _target(ask))
-        found = compute_map(job, T, ask.method, ask.out_token, asked.asked.weights)
-        return msgspec.structs.replace(found, meta=found.meta | asked.meta)
 
     def answer(self, job: Job, ask: AnswerAsk) -> Event:
         """The map of an answer, told as soon as it is there, and then its certificate."""
-        is_kept, key = self.said.get(ask.spoken) is not None, ask.digest
-        found = self._answer(job, ask.spoken)
+        is_kept, key = self.said.get(ask.said) is not None, ask.digest
+        found = self._answer(job, ask)
         job.tell("said", text=found.text)
         job.tell("progress", stage="Tracing it back", done=None)
         rows = ask.rows if ask.against is None else "answer"
         made = self.results.get(key) or found.map(ask.groups, rows, against=ask.against, set_aside=(0,))
-        self._keep(key, made)
-        job.tell("map", map=payload(made.view()), result=key)
+        job.tell("map", map=payload(self._keep(key, made).view()), result=key)
         made = self._certified(job, key, made, found.tensor)
         return {"type": "done", "result": key, "is_kept": is_kept, "text": found.text} | facts(made)
 
@@ -128,24 +109,29 @@ class Answers:
 
     def inside(self, job: Job, ask: Ask) -> Event:
         """Heads, flow and graph for what a map is about."""
-        T = self._parts(job, ask.subject).whole
+        T, place, target = self._looked_at(job, ask)
         job.tell("progress", stage="Looking inside", done=None)
-        asked = _headlined(T, ask, _output(T, ask))
-        weights = _target(ask) if asked is None else asked.asked.weights
-        found = T.inside(_output(T, ask), weights, max_nodes=INSIDE_NODES, n_whys=0)
-        return {"type": "done", "inside": found.payload()}
+        return {"type": "done", "inside": T.inside(place, target, max_nodes=INSIDE_NODES, n_whys=0).payload()}
 
     def ablate(self, job: Job, ask: AblateAsk) -> Event:
         """The model without a component: what T says of it, and what the model does."""
-        T = self._parts(job, ask.subject).whole
+        T, place, target = self._looked_at(job, ask)
         job.tell("progress", stage=f"Running the model without {ask.component}", done=None)
-        return {"type": "done", "ablation": T.ablate(ask.component, _output(T, ask), _target(ask)).as_dict()}
+        return {"type": "done", "ablation": T.ablate(ask.component, place, target).as_dict()}
 
     def why(self, job: Job, ask: WhyAsk) -> Event:
         """Why a head looked there: its score over pairs of tokens and of components."""
-        T, place = self._parts(job, ask.subject).whole, (ask.block, ask.head, ask.query, ask.key)
+        (T, _, _), place = self._looked_at(job, ask), (ask.block, ask.head, ask.query, ask.key)
         job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}", done=None)
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
+
+    def _looked_at(self, job: Job, ask: Ask) -> tuple[AttentionTensor, int, Any]:
+        """The operator, the output and the target of questions about the inside of the model."""
+        T = self._parts(job, ask, "component")[0].whole
+        chosen = ask.at if ask.out_token is None else ask.out_token
+        asked = MapQuestion.complete(T, None, chosen, ask.target, ask.against)
+        told = asked.headlined(T)
+        return T, asked.place(T), None if told is None else told.asked.weights
 
     # What is kept -----------------------------------------------------------------------------------------------------
 
@@ -156,13 +142,12 @@ class Answers:
         job.tell("progress", stage="Measuring the certificate", done=None)
         certificate = T.certificate()
         verdict = {"passed": certificate.passed, "errors": certificate.errors}
-        found = msgspec.structs.replace(found, meta=found.meta | {"certificate": verdict})
-        self._keep(key, found)
-        return found
+        return self._keep(key, msgspec.structs.replace(found, meta=found.meta | {"certificate": verdict}))
 
-    def _keep(self, key: str, found: TokenMap) -> None:
+    def _keep(self, key: str, found: TokenMap) -> TokenMap:
         """Keep a map for those who want it as a file."""
         self.results.put(key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
+        return found
 
     def _lens(self, job: Job, name: str) -> Lens:
         """The lens of a model, loaded if it is not there yet."""
@@ -170,37 +155,34 @@ class Answers:
             job.tell("progress", stage=f"Loading {name}", done=None)
         return self.library.lens(name)
 
-    def _parts(self, job: Job, subject: Subject) -> Parts:
-        """The tensor of an input: the one that is kept, or a new one from a model pass."""
-        kept = self.tensors.get(subject)
-        if kept is None:
-            lens = self._lens(job, subject.model)
-            lens = lens if subject.rules is None else lens.with_rules(subject.rules)
-            job.tell("progress", stage="Model pass", done=None)
-            kept = Parts(self._tensor(lens, subject))
-            self.tensors.put(subject, kept, kept.n_bytes)
-        return kept
-
-    def _tensor(self, lens: Lens, subject: Subject) -> AttentionTensor:
-        if subject.text is not None:
-            return lens(_as_text(lens, subject.text, self.limits))
-        picture = self.images.get(subject.image or "")
-        if picture is None:
+    def _parts(self, job: Job, ask: Ask, question: str) -> tuple[Parts, bool]:
+        """The tensor of an input, and whether it was kept; otherwise it comes from a new model pass."""
+        rules = ask.rules or (recommended(question).rules.name if self.library.is_recommended else None)
+        key = (ask.model, ask.text, ask.image, rules)
+        kept = self.tensors.get(key)
+        if kept is not None:
+            return kept, True
+        lens = self._lens(job, ask.model)
+        lens = lens if rules is None else lens.with_rules(rules)
+        job.tell("progress", stage="Model pass", done=None)
+        picture = self.images.get(ask.image or "")
+        if ask.text is None and picture is None:
             raise InputError("That image has expired. Please upload it again.")
-        return lens(picture)
+        made = Parts(lens(picture if ask.text is None else _as_text(lens, ask.text, self.limits)))
+        self.tensors.put(key, made, made.n_bytes)
+        return made, False
 
-    def _answer(self, job: Job, spoken: Spoken) -> Answer:
+    def _answer(self, job: Job, ask: AnswerAsk) -> Answer:
         """An answer with its model pass: the one that is kept, or a new one, told while the model says it."""
-        kept = self.said.get(spoken)
+        kept = self.said.get(ask.said)
         if kept is None:
-            lens = self._lens(job, spoken.model)
-            lens = lens.with_rules(spoken.rules or recommended("passage").rules)
-            _tokens(lens, spoken.prompt, self.limits)
-            prompt: Any = [{"role": "user", "content": spoken.prompt}] if spoken.is_chat else spoken.prompt
-            job.tell("progress", stage="Model pass" if spoken.answer else "Answering", done=None)
-            telling: dict[str, Any] = {} if spoken.answer else {"streamer": _Telling(job, tokenizer_of(lens.processor))}
-            kept = lens.answer(prompt, spoken.answer, max_new_tokens=spoken.max_new_tokens, **telling)
-            self.said.put(spoken, kept, Parts(kept.tensor).n_bytes)
+            lens = self._lens(job, ask.model).with_rules(ask.rules or recommended("passage").rules)
+            _tokens(lens, ask.prompt, self.limits)
+            prompt: Any = [{"role": "user", "content": ask.prompt}] if ask.is_chat else ask.prompt
+            job.tell("progress", stage="Model pass" if ask.answer else "Answering", done=None)
+            telling: dict[str, Any] = {} if ask.answer else {"streamer": _Telling(job, tokenizer_of(lens.processor))}
+            kept = lens.answer(prompt, ask.answer, max_new_tokens=ask.max_new_tokens, **telling)
+            self.said.put(ask.said, kept, Parts(kept.tensor).n_bytes)
         return kept
 
 
@@ -240,51 +222,10 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], Any]:
     return list(ids), offsets
 
 
-def _complete(T: AttentionTensor, ask: Ask) -> Ask:
-    """The question with its method and the output it is about, if they were left open.
-
-    A prediction is explained at one output, and so is a picture, which has many patches; without a head, a text is
-    explained at every output.
-    """
-    pools = T.operator.recording.pools
-    method, is_one = ask.method, ask.is_one
-    if method is None:
-        is_at_end = ask.blocks is None or ask.blocks[1] == T.n_blocks
-        method = default_method(T) if is_at_end else METHOD
-        is_one = is_one or method == METHOD_OF_CLASSES or ask.image is not None
-    out_token = ask.out_token
-    if has_one_row(T.operator.recording, method):
-        out_token = None  # its head reads the whole input at once
-    elif is_one and out_token is None and not pools:
-        out_token = default_output(T)
-    return msgspec.structs.replace(ask, method=method, is_one=False, out_token=out_token)
-
-
-def _headlined(T: AttentionTensor, ask: Ask, out_token: int | None = None) -> Headlined | None:
-    """The target as people write it; None for a question about every output, or without a head."""
-    recording = T.operator.recording
-    place = 0 if recording.pools else ask.out_token if out_token is None else out_token
-    if place is None or not has_predictions(T) or T.operator.span.stop != recording.n_blocks:
-        return None
-    return headlined(recording, T.context, place % T.shape[0], ask.target, ask.against)
-
-
-def _target(ask: Ask) -> Target | None:
-    return ask.target if ask.target is None or ask.against is None else (ask.target, ask.against)
-
-
-def _output(T: AttentionTensor, ask: Ask) -> int:
-    """The one output that is asked about."""
-    if T.operator.recording.pools:
-        return 0
-    chosen = ask.at if ask.out_token is None else ask.out_token
-    return default_output(T) if chosen is None else chosen
-
-
-def _about(parts: Parts, ask: Ask) -> Event:
+def _about(parts: Parts, ask: Ask, asked: MapQuestion) -> Event:
     """What the page needs to know about an input: sizes, heads, tokens, predictions."""
     T, recording = parts.whole, parts.whole.operator.recording
-    chosen = ask.out_token if ask.at is None else ask.at
+    chosen = asked.out_token if ask.at is None else ask.at
     out_token = default_output(T) if chosen is None else chosen
     return {
         "n_blocks": T.n_blocks,
@@ -292,8 +233,8 @@ def _about(parts: Parts, ask: Ask) -> Event:
         "tokens": list(T.out_tokens),
         "pools": recording.pools,
         "out_token": out_token % T.shape[0],
-        "method": ask.method,
-        "every": ask.out_token is None and not recording.pools,
+        "method": asked.method,
+        "every": asked.out_token is None and not recording.pools,
         "predictions": parts.predictions(out_token),
     }
 

@@ -186,7 +186,7 @@ def _same(shown: str, token: str) -> bool:
 
 
 def configuration(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
-    """How uvicorn serves the explorer. Requests in flight are not limited, since they queue; idle sockets are."""
+    """How uvicorn serves the explorer."""
 
     class Connection(BoundedConnection):
         bounds = limits

@@ -8,9 +8,9 @@ so the model is left as it was found.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +28,7 @@ class Cancelled(BaseException):
 
 
 class Busy(TensorLensError):
-    """The queue is full, the server is stopping, or time is up."""
+    """Time is up, or too much arrives at once."""
 
 
 class Job:
@@ -43,8 +43,9 @@ class Job:
     """
 
     def __init__(self, work: Work, *, seconds: float, notify: Callable[[], None] = lambda: None) -> None:
-        self._work, self._seconds, self._notify = work, seconds, notify
-        self._news: dict[str, Event] = {}
+        self._work: Work | None = work
+        self._seconds, self._notify = seconds, notify
+        self._news: dict[str, Event] = {"waiting": {"type": "waiting"}}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._deadline = float("inf")
@@ -55,6 +56,7 @@ class Job:
         with self._lock:
             if self.is_over:
                 return
+            self._news.pop("waiting", None)
             self._news[kind] = {"type": kind, **content}
             self.is_over = kind in _LAST
         self._notify()
@@ -93,77 +95,49 @@ class Job:
     def run(self) -> None:
         """Do the work; whatever happens becomes the last event."""
         self._deadline = time.monotonic() + self._seconds
+        work, self._work = self._work, None  # free what the work refers to now, not when the reader has gone
+        assert work is not None, "a job runs once"
         try:
             with cancel.checking(self.check):
                 self.check()
-                last = self._work(self)
+                last = work(self)
         except Cancelled:
             last = {"type": "error", "message": "Cancelled.", "is_cancelled": True}
         except TensorLensError as error:
             last = {"type": "error", "message": str(error)}
         except BaseException as error:  # noqa: BLE001  the server outlives any request, also a model that exits
             last = {"type": "error", "message": _unexpected(error)}
-        self._work = _nothing  # free what the work refers to now, not when the reader has gone
+        del work
         self.tell(last.pop("type"), **last)
 
 
 class Worker:
-    """A thread that does jobs one after the other, with a bounded queue in front of it.
+    """A thread that does jobs one after the other."""
 
-    Args:
-        most_waiting: Length of the queue.
-    """
-
-    def __init__(self, most_waiting: int) -> None:
-        self._most = most_waiting
-        self._waiting: deque[Job] = deque()
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._running: Job | None = None
         self._is_closed = False
-        self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._go, name="tensorlens-worker", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Put a job at the end of the queue.
-
-        Raises:
-            Busy: the queue is full, or the server is stopping.
-        """
-        with self._wake:
-            self._waiting = deque(one for one in self._waiting if not one.is_cancelled)
-            if self._is_closed or len(self._waiting) >= self._most:
-                raise Busy(f"The queue is full: {len(self._waiting)} questions are waiting. Try again in a moment.")
-            self._waiting.append(job)
-            self._wake.notify()
-
-    def ahead_of(self, job: Job) -> int | None:
-        """How many jobs come before this one, or None if it has left the queue."""
-        with self._wake:
-            waiting = [one for one in self._waiting if not one.is_cancelled or one is job]
-            return waiting.index(job) + (self._running is not None) if job in waiting else None
+        """Put a job at the end of the queue."""
+        self._waiting.put(job)
 
     def close(self) -> None:
         """Stop the running job, forget the queue, end the thread."""
-        with self._wake:
-            self._is_closed = True
-            for job in (*self._waiting, *([self._running] if self._running else ())):
-                job.cancel()
-            self._wake.notify()
+        self._is_closed = True
+        if self._running is not None:
+            self._running.cancel()
+        self._waiting.put(None)
         self._thread.join(timeout=10)
 
     def _go(self) -> None:
-        while True:
-            with self._wake:
-                self._running = None
-                self._wake.wait_for(lambda: self._waiting or self._is_closed)
-                if self._is_closed:
-                    return
-                self._running = self._waiting.popleft()
-            self._running.run()
-
-
-def _nothing(job: Job) -> Event:
-    return {"type": "error", "message": "Already answered."}
+        while (job := self._waiting.get()) is not None and not self._is_closed:
+            self._running = job
+            job.run()
+            self._running = job = None
 
 
 def _unexpected(error: BaseException) -> str:

@@ -67,7 +67,6 @@ class Parts:
     def __init__(self, whole: AttentionTensor) -> None:
         self.whole = whole
         self._kept: Recent[Any, AttentionTensor] = Recent(_MOST_PARTS, 2**62)
-        self._predictions: dict[int, list[dict[str, Any]]] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -80,36 +79,27 @@ class Parts:
         if not has_predictions(self.whole):
             return []
         out_token = 0 if self.whole.operator.recording.pools else out_token
-        if out_token not in self._predictions:
-            found = self.whole.predictions(N_PREDICTIONS, out_token)
-            self._predictions[out_token] = [
-                {"name": one.name, "index": one.index, "probability": one.probability} for one in found
-            ]
-        return self._predictions[out_token]
+        return [one._asdict() for one in self.whole.predictions(N_PREDICTIONS, out_token)]
 
     def part(self, ask: Ask) -> AttentionTensor:
         """The tensor of the blocks and heads that a question is about."""
-        start, stop = ask.blocks or (0, self.whole.n_blocks)
-        if (start, stop) == (0, self.whole.n_blocks) and not ask.heads:
-            return self.whole
-        heads = tuple(sorted((block, tuple(sorted(set(heads)))) for block, heads in (ask.heads or {}).items()))
-        key = (start, stop, heads, ask.keeps_heads)
+        key = str((ask.blocks, ask.heads, ask.keeps_heads))
         kept = self._kept.get(key)
         if kept is None:
-            kept = _with_heads(self.whole.blocks(start, stop), start, dict(heads), keeps=ask.keeps_heads)
+            kept = _part(self.whole, ask)
             self._kept.put(key, kept, 1)
         return kept
 
 
-def _with_heads(T: AttentionTensor, start: int, heads: dict[int, tuple[int, ...]], *, keeps: bool) -> AttentionTensor:
+def _part(T: AttentionTensor, ask: Ask) -> AttentionTensor:
     """Heads are counted from the model's first block on the page, from the first of the range in a tensor."""
-    chosen = {block - start: list(some) for block, some in heads.items()}
-    outside = [block + start for block in chosen if not 0 <= block < T.n_blocks]
+    start, stop = ask.blocks or (0, T.n_blocks)
+    outside = [block for block in ask.heads or {} if not start <= block < stop]
     if outside:
         raise InputError(
-            f"Expected heads of blocks {start} to {start + T.n_blocks - 1}, got block {outside[0]}. "
+            f"Expected heads of blocks {start} to {stop - 1}, got block {outside[0]}. "
             "Widen the range of blocks, or choose other heads."
         )
-    if not chosen:
-        return T
-    return T.heads(chosen) if keeps else T.without_heads(chosen)
+    T = T if ask.blocks is None else T.blocks(start, stop)
+    chosen = {block - start: heads for block, heads in (ask.heads or {}).items()}
+    return T if not chosen else T.heads(chosen) if ask.keeps_heads else T.without_heads(chosen)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.models.bundled import BUNDLED
 from tensorlens.models.inputs import forward_parameters, tokenizer_of
 
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _MAPS = (".json", ".safetensors")
 REPORT = "report.html"
 """The page that every study leaves in its folder."""
@@ -35,6 +39,7 @@ class Library:
         load: Makes a lens from a name.
         maps: Saved maps with their titles.
         reports: Pages of studies.
+        is_recommended: Whether each question takes the rules recommended for it, and not those of the lens.
         opened: Lenses of the models loaded so far.
     """
 
@@ -42,7 +47,20 @@ class Library:
     load: Callable[[str], Lens]
     maps: tuple[tuple[str, TokenMap], ...] = ()
     reports: tuple[Report, ...] = ()
+    is_recommended: bool = False
     opened: dict[str, Lens] = field(default_factory=dict)
+
+    def add(self, name: str) -> None:
+        """Load a model that was not named at start: a bundled one or one of the hub, never a path.
+
+        Raises:
+            InputError: it is neither.
+            LoadError: it is not installed, or not there.
+        """
+        if name not in BUNDLED and (_HUB_ID.fullmatch(name) is None or Path(name).exists()):
+            raise InputError(f"Only bundled models and those of the hub can be added here; got {name[:80]!r}.")
+        self.opened[name] = self.load(name)
+        self.names = (*self.names, name)
 
     def lens(self, name: str) -> Lens:
         """The lens of a model named at start.
@@ -61,8 +79,8 @@ class Library:
         return self.opened[name]
 
 
-def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Library:
-    """Tell models, saved maps and report folders of the command line apart, and read the maps.
+def open_library(arguments: Sequence[str], load: Callable[[str], Lens], **more: Any) -> Library:
+    """Tell models, saved maps and report folders of the command line apart, and read the maps; `more` is for `Library`.
 
     Raises:
         InputError: a map cannot be read.
@@ -78,7 +96,8 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens]) -> Libra
             reports.append(Report(title=path.resolve().parent.name, path=path))
         else:
             names.append(argument)
-    return Library(names=tuple(dict.fromkeys(names)), load=load, maps=tuple(maps), reports=tuple(reports))
+    named = tuple(dict.fromkeys(names))
+    return Library(names=named, load=load, maps=tuple(maps), reports=tuple(reports), **more)
 
 
 def can_answer(lens: Lens) -> bool:

@@ -16,13 +16,11 @@ class Limits:
         image_bytes: Size of an uploaded file.
         image_pixels: Size of a decoded picture.
         images: Number of uploaded pictures kept.
-        waiting: Length of the queue; the next question is refused.
         connections: Open sockets; beyond it, the one that has waited longest without a request is closed.
         header_seconds: Time for the head of a request to arrive.
         seconds: Time for one question, from its start.
         upload_seconds: Time for a body to arrive.
         body_bytes: Size of all bodies that are arriving at the same time.
-        conversions: Files being made and pictures being decoded at the same time.
         tensors: Number of model passes kept.
         tensor_bytes: Memory of all kept passes; the newest is kept in any case.
         result_bytes: Memory of the maps kept for download.
@@ -34,13 +32,11 @@ class Limits:
     image_bytes: int = 12 * 2**20
     image_pixels: int = 40_000_000
     images: int = 32
-    waiting: int = 256
-    connections: int = 512
+    connections: int = 128
     header_seconds: float = 10.0
     seconds: float = 300.0
     upload_seconds: float = 30.0
     body_bytes: int = 96 * 2**20
-    conversions: int = 2
     tensors: int = 4
     tensor_bytes: int = 3 * 2**30
     result_bytes: int = 256 * 2**20

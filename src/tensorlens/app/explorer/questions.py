@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import warnings
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -45,22 +45,13 @@ class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
         check_unicode(self.model)
 
 
-class Subject(NamedTuple):
-    """A model and its input: what one model pass is kept for."""
-
-    model: str
-    text: str | None
-    image: str | None
-    rules: str | None
-
-
 class Ask(OpenAsk, frozen=True, kw_only=True):
     """A map that someone wants.
 
     Attributes:
         text: The text, or None.
         image: The id of an uploaded picture, or None.
-        rules: A rule set by name; None for the one that the explorer was started with.
+        rules: A rule set by name; None for the recommended one, or the explorer's.
         method: A name in `METHODS`, or None for the one that answers the first question a model raises.
         out_token: The output, or None for all of them.
         is_one: Whether None means the one that a reader looks at first instead.
@@ -86,11 +77,6 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
     at: Whole | None = None
 
     @property
-    def subject(self) -> Subject:
-        """Model and input."""
-        return Subject(self.model, self.text, self.image, self.rules)
-
-    @property
     def digest(self) -> str:
         """A name for the map: the same question has the same one."""
         return _digest(msgspec.structs.replace(self, at=None))
@@ -100,10 +86,8 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
         super().check(limits)
         if (self.text is None) == (self.image is None):
             raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
-        if self.text is not None:
-            _check_text(self.text, limits)
-        if self.rules is not None:
-            Rules.of(self.rules)
+        _check_texts(limits, self.text)
+        Rules.of(self.rules)
         if self.method is not None and self.method not in METHODS:
             raise InputError(f"TensorLens has no method {self.method[:60]!r}. Choose one of {', '.join(METHODS)}.")
         if self.against is not None and self.target is None:
@@ -126,17 +110,6 @@ class WhyAsk(Ask, frozen=True, kw_only=True):
     head: Whole
     query: Whole
     key: Whole
-
-
-class Spoken(NamedTuple):
-    """A model, a prompt and what was said: what one model pass is kept for."""
-
-    model: str
-    prompt: str
-    is_chat: bool
-    answer: str | None
-    max_new_tokens: int
-    rules: str | None = None
 
 
 class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
@@ -163,9 +136,9 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
     rules: str | None = None
 
     @property
-    def spoken(self) -> Spoken:
-        """Model, prompt and answer."""
-        return Spoken(self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens, self.rules)
+    def said(self) -> tuple[Any, ...]:
+        """Everything that decides what was said: what one model pass is kept for."""
+        return self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens, self.rules
 
     @property
     def digest(self) -> str:
@@ -176,9 +149,7 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
         """Refuse texts that are empty or too long."""
         super().check(limits)
         Rules.of(self.rules)
-        for text in (self.prompt, self.answer, self.against):
-            if text is not None:
-                _check_text(text, limits)
+        _check_texts(limits, self.prompt, self.answer, self.against)
 
 
 class SimilarAsk(OpenAsk, frozen=True, kw_only=True):
@@ -199,9 +170,7 @@ class SimilarAsk(OpenAsk, frozen=True, kw_only=True):
     def check(self, limits: Limits) -> None:
         """Refuse texts that are empty or too long."""
         super().check(limits)
-        for text in (self.first, self.second, self.against):
-            if text is not None:
-                _check_text(text, limits)
+        _check_texts(limits, self.first, self.second, self.against)
 
 
 AnyQuestion = TypeVar("AnyQuestion", bound=OpenAsk)
@@ -225,12 +194,13 @@ def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQu
     return found
 
 
-def _check_text(text: str, limits: Limits) -> None:
-    if not text.strip():
-        raise InputError("Expected some text, got none. Type a sentence.")
-    if len(text) > limits.characters:
-        raise InputError(f"Expected at most {limits.characters} characters, got {len(text)}. Shorten the text.")
-    check_unicode(text)
+def _check_texts(limits: Limits, *texts: str | None) -> None:
+    for text in (one for one in texts if one is not None):
+        if not text.strip():
+            raise InputError("Expected some text, got none. Type a sentence.")
+        if len(text) > limits.characters:
+            raise InputError(f"Expected at most {limits.characters} characters, got {len(text)}. Shorten the text.")
+        check_unicode(text)
 
 
 def _digest(question: OpenAsk) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -21,8 +21,7 @@ from starlette.routing import Route
 from tensorlens.__about__ import __version__
 from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.doors import Access, Guard, StrictJson
-from tensorlens.app.explorer.jobs import Busy, Event, Job, Worker
-from tensorlens.app.explorer.kept import Recent
+from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
 from tensorlens.app.explorer.library import Library, can_answer, input_kind
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
@@ -32,10 +31,12 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.strict_json import to_json
 from tensorlens.views.captions import is_of_tensor
-from tensorlens.views.page import component, inside_component, isolated, pairs_component, payload
+from tensorlens.views.page import component, isolated, payload
 
 STATIC = Path(__file__).parent / "static"
-_SHARED = "mount, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
+_SHARED = (
+    "mount, Inside, Pairs, element, visible, shorten, formatNumber, button, shadeAround, chooseShade, onShadeChange"
+)
 _KINDS = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -46,6 +47,18 @@ _KINDS = {
     ".csv": "text/csv",
     ".safetensors": "application/octet-stream",
 }
+_ASKED: dict[str, type[OpenAsk]] = {
+    "open": OpenAsk,
+    "add": OpenAsk,
+    "map": Ask,
+    "predictions": Ask,
+    "inside": Ask,
+    "ablate": AblateAsk,
+    "why": WhyAsk,
+    "answer": AnswerAsk,
+    "similar": SimilarAsk,
+}
+"""Methods of `Answers`, each with a route, and the question that it takes."""
 _QUESTIONS = {
     "tensor.in_class": "Why this word?",
     "tensor.in_out": "What made this output?",
@@ -82,10 +95,7 @@ class _Explorer:
 
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
-        self.worker = Worker(limits.waiting)
-        self.answers = Answers(library, limits)
-        self.conversions = asyncio.Semaphore(limits.conversions)
-        self.files: Recent[str, bytes] = Recent(16, 64 * 2**20)
+        self.worker, self.answers = Worker(), Answers(library, limits)
         self.arriving = 0  # bytes of bodies that are not complete yet
 
     def app(self, access: Access) -> Starlette:
@@ -93,17 +103,8 @@ class _Explorer:
             Route("/", self.page),
             Route("/static/{name}", self.static),
             Route("/component.js", self.component),
-            Route("/inside.js", self.inside_component),
-            Route("/pairs.js", self.pairs_component),
             Route("/api/start", self.start),
-            self._question("open", OpenAsk),
-            self._question("map", Ask),
-            self._question("answer", AnswerAsk),
-            self._question("similar", SimilarAsk),
-            self._question("predictions", Ask),
-            self._question("inside", Ask),
-            self._question("ablate", AblateAsk),
-            self._question("why", WhyAsk),
+            *(self._question(name, kind) for name, kind in _ASKED.items()),
             Route("/api/images", self.upload, methods=["POST"]),
             Route("/api/saved/{number}", self.saved),
             Route("/api/results/{name}", self.download),
@@ -123,7 +124,7 @@ class _Explorer:
         """Load the first model while the browser opens; stop the worker at the end."""
         if self.library.names:
             first = OpenAsk(model=self.library.names[0])
-            self.worker.submit(Job(lambda job: self.answers.open_model(job, first), seconds=_MODEL_SECONDS))
+            self.worker.submit(Job(lambda job: self.answers.open(job, first), seconds=_MODEL_SECONDS))
         yield
         await run_in_threadpool(self.worker.close)
 
@@ -137,14 +138,6 @@ class _Explorer:
 
     async def component(self, request: Request) -> Response:
         script = isolated(component(), f"window.TensorLens = {{ {_SHARED} }};")
-        return Response(script, media_type=_KINDS[".js"])
-
-    async def inside_component(self, request: Request) -> Response:
-        script = isolated(inside_component(), "window.TensorLensInside = { Inside };")
-        return Response(script, media_type=_KINDS[".js"])
-
-    async def pairs_component(self, request: Request) -> Response:
-        script = isolated(pairs_component(), "window.TensorLensPairs = { Pairs };")
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
@@ -183,25 +176,20 @@ class _Explorer:
     def _question(self, name: str, kind: type[OpenAsk]) -> Route:
         async def ask(request: Request) -> Response:
             question = read_question(await self._body(request, self.limits.json_bytes), kind, self.limits)
-            return self._stream(request, partial(self._work(name), ask=question))
+            return self._stream(request, partial(getattr(self.answers, name), ask=question))
 
         return Route(f"/api/{name}", ask, methods=["POST"])
 
-    def _work(self, name: str) -> Callable[..., Event]:
-        return getattr(self.answers, {"open": "open_model", "predictions": "predict"}.get(name, name))
-
     async def upload(self, request: Request) -> Response:
         data = await self._body(request, self.limits.image_bytes)
-        async with self.conversions:
-            return StrictJson({"image": await run_in_threadpool(self.answers.add_image, data)})
+        return StrictJson({"image": await run_in_threadpool(self.answers.add_image, data)})
 
     # What is there already --------------------------------------------------------------------------------------------
 
     async def saved(self, request: Request) -> Response:
         name = f"saved-{request.path_params['number']}"
         found = self._kept(name)
-        async with self.conversions:
-            event = {"type": "done", "result": name, "map": await run_in_threadpool(lambda: payload(found.view()))}
+        event = {"type": "done", "result": name, "map": await run_in_threadpool(lambda: payload(found.view()))}
         return StrictJson(event | facts(found))
 
     async def download(self, request: Request) -> Response:
@@ -209,11 +197,8 @@ class _Explorer:
         if f".{suffix}" not in _DOWNLOADS:
             raise InputError(f"Expected a name ending in one of {' '.join(_DOWNLOADS)}, got {suffix[:20]!r}.")
         found = self._kept(name)
-        in_words = request.query_params.get("words") == "1"
-        is_certified = bool(found.meta.get("certificate"))  # the same map, before and after
-        async with self.conversions:
-            found = found.words() if in_words else found
-            content = await self._file(f"{name}.{suffix} {in_words} {is_certified}", found, f".{suffix}")
+        found = found.words() if request.query_params.get("words") == "1" else found
+        content = await run_in_threadpool(_saved, found, f".{suffix}")
         file = f"{found.method.replace('.', '-')}.{suffix}"
         headers = {"content-disposition": f'attachment; filename="{file}"'}
         return Response(content, media_type=_KINDS[f".{suffix}"], headers=headers)
@@ -235,14 +220,6 @@ class _Explorer:
         if found is None:
             raise InputError("The server no longer has this map. Ask for it again, then save it.")
         return found
-
-    async def _file(self, key: str, found: TokenMap, suffix: str) -> bytes:
-        """A map as a file: made once, however many ask for it."""
-        made = self.files.get(key)
-        if made is None:
-            made = await run_in_threadpool(_saved, found, suffix)
-            self.files.put(key, made, len(made))
-        return made
 
     # Bodies and streams -----------------------------------------------------------------------------------------------
 
@@ -266,7 +243,7 @@ class _Explorer:
             self.arriving -= len(body)
         return bytes(body)
 
-    def _stream(self, request: Request, work: Callable[[Job], Event]) -> Response:
+    def _stream(self, request: Request, work: Work) -> Response:
         """Queue the work, and send its news line by line as it comes."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
@@ -283,9 +260,7 @@ class _Explorer:
         try:
             while not await request.is_disconnected():
                 news.clear()
-                ahead, events = self.worker.ahead_of(job), job.news()
-                if not events:
-                    events = [{"type": "beat"} if ahead is None else {"type": "waiting", "ahead": ahead}]
+                events = job.news() or [{"type": "beat"}]
                 for event in events:
                     yield to_json(event, ascii_only=True) + "\n"
                 if events[-1]["type"] in ("done", "error"):

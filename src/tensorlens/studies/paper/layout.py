@@ -1,8 +1,13 @@
-"""Tables in the paper's layout, as Markdown and LaTeX: its numbers beside ours, best bold, second underlined."""
+"""Tables in the paper's layout, as Markdown and LaTeX: its numbers beside ours, best bold, second underlined.
+
+A table is a list of rows with the same keys. Cells are marked as in Markdown (``**best**``, ``<u>second</u>``), and
+`tex_table` turns the marks into LaTeX's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +26,32 @@ NAMES = dict(zip(TENSOR, ("Norm", "In+Out", "In+Class"), strict=True)) | dict(
 )
 GROUPS = {"Tensor": TENSOR, "Rollout over layers": BASELINES[:4], "Mean over heads and layers": BASELINES[4:]}
 NOT_APPLICABLE = "N.A"
-Cells = list[tuple[str, dict[str, str]]]
-"""Head of each row, and its cells by method."""
+TEX = (
+    (r"\*\*(.*?)\*\*", r"\\textbf{\1}"),
+    (r"<u>(.*?)</u>", r"\\underline{\1}"),
+    (r"([<>]) ", r"$\1$ "),
+    (r"([_%&#])", r"\\\1"),
+    ("↑", r"$\\uparrow$"),
+    ("↓", r"$\\downarrow$"),
+    ("±", r"$\\pm$"),
+    ("–", "--"),
+    ("β", r"$\\beta$"),
+)
+"""What is written otherwise in LaTeX, in this order."""
+Rows = list[dict[str, str]]
 
 
-def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, tuple[str, int]]:
-    """Each value to three digits, and its place among the different ones: 0 for the best, 1 for the second."""
+def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, str]:
+    """Each value to three digits, the best marked as bold and the second as underlined."""
     shown = {name: f"{value:.3g}" for name, value in values.items()}
-    ranked = sorted({float(text) for text in shown.values()}, reverse=largest)
-    return {name: (text, ranked.index(float(text))) for name, text in shown.items()}
+    ranked = [*sorted({float(text) for text in shown.values()}, reverse=largest), None, None]
+    marks = {ranked[1]: "<u>{}</u>", ranked[0]: "**{}**"}
+    return {name: marks.get(float(text), "{}").format(text) for name, text in shown.items()}
 
 
-def rows_of_condition(
-    found: Mapping[str, Any],
-    paper: Mapping[str, Mapping[str, str]],
-    shown: Sequence[str],
-    mark: Callable[[str, int], str],
-) -> Cells:
-    """For each metric our numbers on both scales, then the paper's."""
-    rows: Cells = []
+def condition_rows(found: Mapping[str, Any], paper: Mapping[str, Mapping[str, str]], shown: Sequence[str]) -> Rows:
+    """For each metric our numbers on both scales, then the paper's; columns are methods."""
+    rows: Rows = []
     for metric, label in METRICS.items():
         result = found.get("most", {}).get(metric)
         if result is None:
@@ -48,18 +60,11 @@ def rows_of_condition(
         for scale, words in (("auc", "mean height"), ("area", "area")):
             values = {name: one[scale] for name, one in result["methods"].items() if name in shown}
             best = marked(values, largest=metric in RISING)
-            rows.append((f"{label} {arrow}, {words}", {name: mark(*best[name]) for name in best}))
+            cells = {name: best.get(name, NOT_APPLICABLE) for name in shown}
+            rows.append({"": f"{label} {arrow}, {words}"} | cells)
         if paper.get(metric):
-            rows.append((f"{label}, the paper", {name: paper[metric].get(name, "–") for name in shown}))
+            rows.append({"": f"{label}, the paper"} | {name: paper[metric].get(name, "–") for name in shown})
     return rows
-
-
-def _in_markdown(text: str, place: int) -> str:
-    return f"**{text}**" if place == 0 else f"<u>{text}</u>" if place == 1 else text
-
-
-def _in_tex(text: str, place: int) -> str:
-    return rf"\textbf{{{text}}}" if place == 0 else rf"\underline{{{text}}}" if place == 1 else text
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -69,26 +74,40 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def perturbation_markdown(about: Mapping[str, Any], summary: Mapping[str, Any], shown: Sequence[str]) -> str:
-    """One table for each condition, then controls and differences, deviations and what was left open."""
-    parts = [f"# {about['title']}", about["line"]]
+def tex_table(parts: Sequence[Rows], about: Mapping[str, Any], columns: str, heads: Sequence[Sequence[str]]) -> str:
+    """The same rows as LaTeX, with a rule between parts and the deviations in the caption."""
+    lines = [r"\toprule", *(" & ".join(head) + r" \\" for head in heads)]
+    for rows in parts:
+        lines += [r"\midrule", *(" & ".join(map(_tex, row.values())) + r" \\" for row in rows)]
+    said = " ".join([about["line"], *(f"Deviation: {line}." for line in about["deviations"])])
+    caption = rf"\caption{{\textbf{{{about['title']}.}} {_tex(re.sub(r'[{}]', ' ', said.replace(chr(92), '/')))}}}"
+    inner = [rf"\begin{{tabular}}{{{columns}}}", *lines, r"\bottomrule", r"\end{tabular}", caption]
+    return "\n".join([r"\begin{table*}[t]", r"\centering", r"\small", *inner, r"\end{table*}"]) + "\n"
+
+
+def _tex(text: str) -> str:
+    for sign, written in TEX:
+        text = re.sub(sign, written, text)
+    return text
+
+
+def perturbation_texts(about: Mapping[str, Any], summary: Mapping[str, Any], shown: Sequence[str]) -> dict[str, str]:
+    """By suffix: one table per condition, then controls and differences, deviations and what was left open."""
+    parts, tables = [f"# {about['title']}", about["line"]], []
+    heads = {"": ""} | {name: f"{name.split('.')[0].capitalize()} {NAMES[name]}" for name in shown}
     for condition, found in summary["conditions"].items():
-        rows = rows_of_condition(found, about["paper"], shown, _in_markdown)
-        heads = {name: f"{_group_of(name)} {NAMES[name]}" for name in shown}
-        parts += [
-            f"## {condition}",
-            markdown(
-                [{"": head} | {heads[name]: cells.get(name, NOT_APPLICABLE) for name in shown} for head, cells in rows]
-            ),
-            markdown(_detail(found, shown)),
-        ]
+        rows = condition_rows(found, about["paper"], shown)
+        tables.append([{"of": condition if i == 0 else ""} | row for i, row in enumerate(rows)])
+        named = [{heads[key]: cell for key, cell in row.items()} for row in rows]
+        parts += [f"## {condition}", markdown(named), markdown(_detail(found, shown))]
         gaps = [f"{name}: {gap['n']} samples. {gap['reason']}" for name, gap in found["missing"].items()]
         parts += ["\n".join(f"- missing: {gap}" for gap in gaps)] if gaps else []
-    return "\n\n".join([*parts, *_ending(about)]) + "\n"
-
-
-def _group_of(name: str) -> str:
-    return {"tensor": "Tensor", "rollout": "Rollout", "mean": "Mean"}[name.split(".")[0]]
+    groups = {head: sum(name in shown for name in names) for head, names in GROUPS.items()}
+    columns = "ll|" + "|".join("c" * n for n in groups.values() if n)
+    above = [rf"\multicolumn{{{n}}}{{c}}{{\textbf{{{head}}}}}" for head, n in groups.items() if n]
+    own = ["Condition", "Metric", *(NAMES[name] for name in shown)]
+    tex = tex_table(tables, about, columns, [["", "Method:", *above], own])
+    return {"md": "\n\n".join([*parts, *_ending(about)]) + "\n", "tex": tex}
 
 
 def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, str]]:
@@ -101,10 +120,10 @@ def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, st
             result = found["most"][metric]
             one, against = result["methods"].get(name), result.get("tensor_against_each", {}).get(name, {})
             row[METRICS[metric]] = (
-                "" if one is None else with_interval(one["auc"], one["interval"], ".4g", one["n_units"])
+                "" if one is None else with_interval(one["auc"], one["interval"], one["n_units"], ".4g")
             )
             row[f"{METRICS[metric]}: T is ahead by"] = (
-                with_interval(against["advantage"], against["interval"], "+.3g", against["n"])
+                with_interval(against["advantage"], against["interval"], against["n"], "+.3g")
                 if against.get("n")
                 else ""
             )
@@ -121,42 +140,6 @@ def _ending(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def perturbation_tex(about: Mapping[str, Any], summary: Mapping[str, Any], shown: Sequence[str]) -> str:
-    """The same as one table of LaTeX, with the paper's groups of columns."""
-    groups = {head: [name for name in names if name in shown] for head, names in GROUPS.items()}
-    columns = "|".join("c" * len(names) for names in groups.values() if names)
-    heads = " & ".join(rf"\multicolumn{{{len(n)}}}{{c}}{{\textbf{{{h}}}}}" for h, n in groups.items() if n)
-    lines = [rf"\begin{{tabular}}{{ll|{columns}}}", r"\toprule", rf"& Method: & {heads} \\", r"\midrule"]
-    lines.append(" & ".join(["Condition", "Metric", *(NAMES[name] for name in shown)]) + r" \\")
-    for condition, found in summary["conditions"].items():
-        lines.append(r"\midrule")
-        for i, (head, cells) in enumerate(rows_of_condition(found, about["paper"], shown, _in_tex)):
-            row = [condition if i == 0 else "", head, *(cells.get(name, NOT_APPLICABLE) for name in shown)]
-            lines.append(" & ".join(map(_tex, row)) + r" \\")
-    return _tex_table([*lines, r"\bottomrule", r"\end{tabular}"], about)
-
-
-def _tex(text: str) -> str:
-    for sign, written in (
-        ("↑", r"$\uparrow$"),
-        ("↓", r"$\downarrow$"),
-        ("±", r"$\pm$"),
-        ("–", "--"),
-        ("β", r"$\beta$"),
-    ):
-        text = text.replace(sign, written)
-    for sign in "<>":
-        text = text.replace(f"{sign} ", f"${sign}$ ")
-    return text.replace("_", r"\_").replace("%", r"\%")
-
-
-def _tex_table(lines: Sequence[str], about: Mapping[str, Any]) -> str:
-    said = " ".join([about["line"], *(f"Deviation: {line}." for line in about["deviations"])])
-    said = "".join(f"\\{sign}" if sign in "&#{}" else sign for sign in said.replace("\\", "/"))
-    caption = rf"\caption{{\textbf{{{about['title']}.}} {_tex(said)}}}"
-    return "\n".join([r"\begin{table*}[t]", r"\centering", r"\small", *lines, caption, r"\end{table*}"]) + "\n"
-
-
 # Relations ------------------------------------------------------------------------------------------------------------
 
 ROWS = {
@@ -168,7 +151,7 @@ ROWS = {
 }
 
 
-def relation_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
+def relation_rows(summary: Mapping[str, Any]) -> Rows:
     """By category: mean over relations ± mean deviation over splits, with the random baselines."""
     rows = []
     for name, label in ROWS.items():
@@ -180,21 +163,25 @@ def relation_rows(summary: Mapping[str, Any]) -> list[dict[str, str]]:
             mean = score["agreement"]["mean"] if score else 0.0
             row[category] = f"{mean:.3f} ± {sum(spread) / len(spread):.3f}" if score else NOT_APPLICABLE
         rows.append(row)
+    for category in summary["categories"]:  # the better of the paper's two is bold
+        best = max((rows[i] for i in (0, 2)), key=lambda row: (row[category] != NOT_APPLICABLE, row[category]))
+        best[category] = f"**{best[category]}**"
     for line, label in (("chance", "random guess"), ("majority", "most common answer")):
         found = summary["categories"].items()
         rows.append({"": label} | {category: f"{one[line]['agreement']:.3f}" for category, one in found})
     return rows
 
 
-def relation_markdown(about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """Accuracies by category and by relation, with error bars and random baselines, then over starting layers."""
+def relation_texts(about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
+    """By suffix: accuracies with error bars and random baselines; in Markdown by relation and over starts too."""
+    rows = relation_rows(summary)
     parts = [f"# {about['title']}", about["line"], survival(dict(summary))]
     parts += ["\n".join(f"- left out: {key}: {reason}" for key, reason in summary["left_out"].items())]
     if summary["relations"]:
         each = summary["relations"].items()
         parts += [
             "## Accuracy by category: agreement with the model, mean ± deviation over splits",
-            markdown(relation_rows(summary)),
+            markdown(rows),
             f"The tensor is ahead of LRE (β = 2.5) on {n_ahead(summary)} of {len(summary['relations'])} relations.",
             "## By relation",
             markdown([_by_relation(key, one) for key, one in each]),
@@ -202,7 +189,11 @@ def relation_markdown(about: Mapping[str, Any], summary: Mapping[str, Any]) -> s
             markdown([_by_start(c, one["methods"], summary) for c, one in summary["categories"].items()]),
             markdown([_by_start(key, one["methods"], summary) for key, one in each]),
         ]
-    return "\n\n".join(part for part in [*parts, *_ending(about)] if part) + "\n"
+    heads = ["Method", *list(rows[0])[1:]]
+    return {
+        "md": "\n\n".join(part for part in [*parts, *_ending(about)] if part) + "\n",
+        "tex": tex_table([rows], about, "l" + "c" * (len(heads) - 1), [heads]),
+    }
 
 
 def n_ahead(summary: Mapping[str, Any]) -> int:
@@ -234,26 +225,6 @@ def _by_start(head: str, methods: Mapping[str, Any], summary: Mapping[str, Any])
             score = methods.get(name)
             row[f"{label} from {start}"] = "" if score is None else f"{score['agreement']['mean']:.3f}"
     return row
-
-
-def relation_tex(about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The table by category as LaTeX, the better of tensor and LRE bold."""
-    rows = relation_rows(summary)
-    heads = [head for head in rows[0] if head]
-    lines = [
-        rf"\begin{{tabular}}{{l{'c' * len(heads)}}}",
-        r"\toprule",
-        " & ".join(["Method", *heads]) + r" \\",
-        r"\midrule",
-    ]
-    for place, row in enumerate(rows):
-        cells = []
-        for head in heads:
-            values = [rows[i][head] for i in (0, 2)]
-            is_best = place in (0, 2) and NOT_APPLICABLE not in values and row[head] == max(values)
-            cells.append(rf"\textbf{{{row[head]}}}" if is_best else row[head])
-        lines.append(" & ".join(map(_tex, [row[""], *cells])) + r" \\")
-    return _tex_table([*lines, r"\bottomrule", r"\end{tabular}"], about)
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

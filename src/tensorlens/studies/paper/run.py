@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,20 @@ import msgspec
 
 from tensorlens.errors import InputError, LoadError, TensorLensError
 from tensorlens.lens import load
-from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, resolve
+from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, local_folder
 from tensorlens.recording.conventions import Rules
 from tensorlens.strict_json import write_json, write_text
 from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import Protocol, differences, with_changes
 from tensorlens.studies.paper.training import is_classifier, trained
-from tensorlens.studies.perturbation_study.drawing import drawn_order
+from tensorlens.studies.perturbation_study.drawing import drawn_order, text_pieces
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.run import perturbation
-from tensorlens.studies.perturbation_study.samples import cut_texts
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.relation_study.data import load_relations
 from tensorlens.studies.relation_study.run import RelationOptions, relations
-from tensorlens.studies.runs import StudyResult
+from tensorlens.studies.runs import StudyResult, check_run_folder
 
 FOLDERS = {
     "imagenet": ("imagenet", "ILSVRC2012", "images"),
@@ -112,8 +112,7 @@ class PaperTable:
         self.protocol, self.device = protocol or Protocol(), device
         self.limit, self.seed = limit, seed
         check_model_name(self.model, revision)
-        if self.out.is_file():
-            raise InputError(f"`--out` must be a folder for the run; {str(out)!r} is a file.")
+        check_run_folder(out, "relations" if self.table.kind == "relations" else "perturbation")
         self.data = located(data, self.table, name)
         self.deviations: list[str] = []
 
@@ -156,7 +155,7 @@ class PaperTable:
                 "label (pictures: a folder for each class), or set stratify = false in the protocol."
             )
         if not self.protocol.stratify:
-            self.samples = _without_labels(self.samples)
+            self.samples = replace(self.samples, labels=None)
         if self.table.trains:
             self._training_data()
         self._check_number()
@@ -167,8 +166,7 @@ class PaperTable:
         if self.samples.kind == "text":
             tokenizer = _tokenizer(self.model, self.revision, trust=self.trust)
             if tokenizer is not None:
-                cut = {"cut": options.cut, "limit": wanted, "draw": options.draw, "seed": options.seed}
-                n_found = len(cut_texts(tokenizer, self.samples, options.n_tokens, options.min_tokens, **cut)[0])
+                n_found = len(text_pieces(tokenizer, self.samples, options, options.n_tokens)[0])
         if n_found < wanted:
             long = f" of at least {options.min_tokens} tokens" if self.samples.kind == "text" else ""
             raise InputError(
@@ -201,7 +199,7 @@ class PaperTable:
     def _half(self, data: Dataset, *, held_out: bool) -> Dataset:
         order = drawn_order(data.labels, len(data), self.options.seed)
         n_held = max(1, round(self.protocol.training.held_out * len(data)))
-        return _some(data, sorted(order[:n_held]) if held_out else order[n_held:])
+        return data.select(sorted(order[:n_held]) if held_out else order[n_held:])
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -243,11 +241,7 @@ class PaperTable:
         shown = [name for name in layout.NAMES if name in methods]
         why = layout.write_figures(self.out / "figures", result.summary, methods)
         about["deviations"] += [] if why is None else [f"no figures: {why}"]
-        texts = {
-            "md": layout.perturbation_markdown(about, result.summary, shown),
-            "tex": layout.perturbation_tex(about, result.summary, shown),
-        }
-        return result, about, texts
+        return result, about, layout.perturbation_texts(about, result.summary, shown)
 
     def _trained(self) -> str:
         if is_classifier(self.model, self.revision):
@@ -281,11 +275,7 @@ class PaperTable:
         about["line"] = f"{result['n_survived']} of {result['n_relations']} relations of {self.data}; {self.model}."
         why = layout.write_figures(self.out / "figures", result.summary, ())
         about["deviations"] += [] if why is None else [f"no figures: {why}"]
-        texts = {
-            "md": layout.relation_markdown(about, result.summary),
-            "tex": layout.relation_tex(about, result.summary),
-        }
-        return result, about, texts
+        return result, about, layout.relation_texts(about, result.summary)
 
     # What is said -----------------------------------------------------------------------------------------------------
 
@@ -375,35 +365,12 @@ def has_parts(data: str) -> bool:
     return "train" in names and any(name in names for name in SPLITS["test"])
 
 
-def _some(data: Dataset, places: Sequence[int]) -> Dataset:
-    """Some of the samples."""
-
-    def chosen(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[place] for place in places)
-
-    return Dataset(
-        kind=data.kind,
-        items=chosen(data.items),
-        names=chosen(data.names),
-        labels=None if data.labels is None else chosen(data.labels),
-        columns=chosen(data.columns) if data.columns else (),
-        fingerprint=f"{data.fingerprint} {len(places)} {places[:3]}",
-    )
-
-
-def _without_labels(data: Dataset) -> Dataset:
-    return Dataset(
-        kind=data.kind, items=data.items, names=data.names, columns=data.columns, fingerprint=data.fingerprint
-    )
-
-
 def _tokenizer(model: str, revision: str | None, *, trust: bool) -> Any | None:
     """The tokenizer alone; None where only loading the model can say what is wrong with it."""
     from transformers import AutoTokenizer
 
     try:
-        place = resolve(model, revision)
-        return AutoTokenizer.from_pretrained(place.path, trust_remote_code=trust, **place.options)
+        return AutoTokenizer.from_pretrained(local_folder(model, revision, weights=False), trust_remote_code=trust)
     except (TensorLensError, OSError, ValueError, KeyError, ImportError):
         return None
 

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from tensorlens.errors import InputError
-from tensorlens.models.resolving import resolve
+from tensorlens.models.resolving import local_folder
 from tensorlens.strict_json import from_json, to_json, write_json
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.paper.protocol import Training
@@ -30,8 +30,7 @@ def is_classifier(model: str, revision: str | None = None) -> bool:
     """Whether a checkpoint has a head for whole texts, so that it was trained before."""
     from transformers import AutoConfig
 
-    place = resolve(model, revision)
-    config = AutoConfig.from_pretrained(place.path, **place.options)
+    config = AutoConfig.from_pretrained(local_folder(model, revision, weights=False))
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
@@ -68,12 +67,12 @@ def trained(
         )
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    place = resolve(model)
+    start = local_folder(model)
     random.seed(seed)
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(place.path)
+    tokenizer = AutoTokenizer.from_pretrained(start)
     made = AutoModelForSequenceClassification.from_pretrained(
-        place.path, num_labels=2, id2label=LABELS, label2id={name: i for i, name in LABELS.items()}, dtype=torch.float32
+        start, num_labels=2, id2label=LABELS, label2id={name: i for i, name in LABELS.items()}, dtype=torch.float32
     )
     made.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if tokenizer.pad_token_id is None:

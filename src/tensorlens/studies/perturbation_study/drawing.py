@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens.errors import InputError
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.studies.datasets import Dataset, Row
+from tensorlens.studies.perturbation_study.options import PerturbationOptions
 
 TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 """The title of an article of WikiText; headings within it have several signs on each side."""
@@ -69,30 +71,60 @@ def in_turn(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
         waiting = still
 
 
-def image_pieces(data: Dataset, *, draw: str, seed: int) -> Iterator[SamplePiece]:
-    """The images, in order."""
-    order = drawn_order(data.labels, len(data), seed) if draw == "random" else range(len(data))
-    for place in order:
-        yield _piece(data, place, data.items[place])
+def image_pieces(data: Dataset, options: PerturbationOptions) -> list[SamplePiece]:
+    """The images that a study sees, in order."""
+    return [_piece(data, place, data.items[place]) for place in islice(_order(data, options), options.limit)]
 
 
-def text_pieces(tokenizer: Any, data: Dataset, room: int, *, cut: str, draw: str, seed: int) -> Iterator[SamplePiece]:
-    """Texts or windows of `room` tokens, in order; shorter ones are left to the caller.
+def text_pieces(
+    tokenizer: Any, data: Dataset, options: PerturbationOptions, n_tokens: int
+) -> tuple[list[SamplePiece], int]:
+    """The texts or windows that a study sees, in order, and how many were looked at; needs a tokenizer and no model.
 
     Args:
         tokenizer: Makes ids of a text.
         data: The texts.
-        room: Tokens of a sample without special ones.
-        cut: ``each`` text, or ``windows`` of the joined ones.
-        draw: ``file`` or ``random``.
-        seed: Random seed for the draw.
+        options: How they are cut and drawn, and how many.
+        n_tokens: Longest sample, special tokens included.
+
+    Raises:
+        InputError: There is none that is long enough.
     """
-    if cut == "windows":
-        yield from _windows(tokenizer, data, room, draw, seed)
-        return
-    order = drawn_order(data.labels, len(data), seed) if draw == "random" else range(len(data))
-    for place in order:
-        yield _piece(data, place, _encode(tokenizer, data.items[place])[:room])
+    n_special = sum(map(len, wrapping(tokenizer)))
+    if (room := n_tokens - n_special) <= 0:
+        raise InputError(f"Expected `n_tokens` above the {n_special} special tokens of every text; got {n_tokens}.")
+    each = (_piece(data, place, _encode(tokenizer, data.items[place])[:room]) for place in _order(data, options))
+    pieces = _windows(tokenizer, data, room, options) if options.cut == "windows" else each
+    found: list[SamplePiece] = []
+    n_seen = 0
+    while options.limit is None or len(found) < options.limit:
+        piece = next(pieces, None)
+        if piece is None:
+            break
+        n_seen += 1
+        found += [piece] if len(piece.content) + n_special >= options.min_tokens else []
+    if not n_seen:
+        raise InputError("Expected texts; got none. Is the file empty?")
+    if not found:
+        least = options.min_tokens
+        raise InputError(
+            f"Expected texts of at least {least} tokens; none of {n_seen} is that long. Lower `min_tokens`."
+        )
+    return found, n_seen
+
+
+def wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _order(data: Dataset, options: PerturbationOptions) -> Sequence[int]:
+    return drawn_order(data.labels, len(data), options.seed) if options.draw == "random" else range(len(data))
 
 
 def _piece(data: Dataset, place: int, content: Any) -> SamplePiece:
@@ -104,14 +136,14 @@ def _piece(data: Dataset, place: int, content: Any) -> SamplePiece:
     )
 
 
-def _windows(tokenizer: Any, data: Dataset, room: int, draw: str, seed: int) -> Iterator[SamplePiece]:
+def _windows(tokenizer: Any, data: Dataset, room: int, options: PerturbationOptions) -> Iterator[SamplePiece]:
     """Windows side by side over all texts; drawn ones lie in one article each, one of each article in turn."""
-    if draw == "file":
+    if options.draw == "file":
         lines = (text.strip() + "\n" for text in data.items if not _is_heading(text))
         yield from _cut(tokenizer, lines, room, "window", None)
         return
     articles = _articles(data.items)
-    chance = np.random.default_rng(seed)
+    chance = np.random.default_rng(options.seed)
     order = chance.permutation(len(articles)).tolist()
     seeds = chance.integers(2**31, size=len(articles)).tolist()
 
@@ -156,20 +188,3 @@ def _is_heading(text: str) -> bool:
 def _encode(tokenizer: Any, text: str) -> list[int]:
     check_unicode(text)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def chosen_pieces(pieces: Iterable[SamplePiece], *, least: int, limit: int | None) -> tuple[list[SamplePiece], int]:
-    """The first `limit` pieces that are long enough, and how many were looked at.
-
-    Raises:
-        InputError: There is none.
-    """
-    kept: list[SamplePiece] = []
-    n_seen = 0
-    for piece in pieces:
-        if limit is not None and len(kept) == limit:
-            break
-        n_seen += 1
-        if len(piece.content) >= least:
-            kept.append(piece)
-    return kept, n_seen

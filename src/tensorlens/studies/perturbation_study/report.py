@@ -72,7 +72,7 @@ def _against(summary: Mapping[str, Any]) -> Table:
             "metric": METRICS[metric],
             "tensor": against["first"],
             "baseline": against["second"],
-            "difference": with_interval(against["advantage"], against["interval"], "+.4g"),
+            "difference": with_interval(against["advantage"], against["interval"], against["n"], "+.4g"),
             "ahead in": f"{against['probability']:.3f}",
         }
         for condition, order, metric, result in each_result(summary)
@@ -86,13 +86,14 @@ def _table(result: Mapping[str, Any], ranked: Sequence[str]) -> Table:
     return [
         {
             "method": name,
-            "AUC [95 % interval]": with_interval(result["methods"][name]["auc"], result["methods"][name]["interval"]),
-            "samples": result["methods"][name]["n"],
+            "AUC [95 % interval]": with_interval(one["auc"], one["interval"], one["n_units"]),
+            "samples": one["n"],
             "best tensor method ahead in": f"{each[name]['probability']:.3f}"
             if "probability" in each.get(name, {})
             else "",
         }
         for name in ranked
+        for one in [result["methods"][name]]
     ]
 
 

@@ -81,7 +81,7 @@ def perturbation(
     dataset = data
     if not isinstance(data, Dataset):
         dataset = read_dataset(data, column=asked.column, label=asked.label, split=asked.split)
-    samples = _samples(lens, dataset, asked)
+    samples = (Images if dataset.kind == "image" else Texts)(lens, dataset, asked)
     chosen = _settled(asked, samples)
     measurement = Measurement(lens, samples, chosen)
     watched = {"watched": measurement.watched()}
@@ -92,13 +92,6 @@ def perturbation(
         perturbation_report(run, summary, _examples(lens, samples, summary, chosen))
 
     return run.finish(len(samples), partial(perturbation_summary, settings=run.settings), report)
-
-
-def _samples(lens: Lens, dataset: Dataset, options: PerturbationOptions) -> Samples:
-    drawn: dict[str, Any] = {"limit": options.limit, "draw": options.draw, "seed": options.seed}
-    if dataset.kind == "image":
-        return Images(lens, dataset, **drawn)
-    return Texts(lens, dataset, n_tokens=options.n_tokens, min_tokens=options.min_tokens, cut=options.cut, **drawn)
 
 
 def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOptions:

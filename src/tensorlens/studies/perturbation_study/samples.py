@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset, LazyImage
-from tensorlens.studies.perturbation_study.drawing import SamplePiece, chosen_pieces, image_pieces, text_pieces
+from tensorlens.studies.perturbation_study.drawing import image_pieces, text_pieces, wrapping
+from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.plain_model import PlainModel
 
-Cut = Literal["each", "windows"]
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
 
@@ -32,21 +31,17 @@ class Sample:
     """One input, prepared.
 
     Attributes:
-        name: Where it came from.
         value: What a lens takes for it.
         inputs: What the model takes, a batch of one.
         n_tokens: Tokens that enter the first block.
         fixed: Tokens that are never replaced under any preset.
         label: The class that it is labelled with, by its number in the model; None if that is not known.
-        piece: What it was made of.
     """
 
-    name: str
     value: Any
     inputs: dict[str, Tensor]
     n_tokens: int
     fixed: frozenset[int]
-    piece: SamplePiece
     label: int | None = None
 
 
@@ -95,40 +90,22 @@ class Texts:
     Args:
         lens: The model and its tokenizer.
         data: The texts.
-        n_tokens: Longest sample, special tokens included; longer texts are cut.
-        min_tokens: Shorter samples are left out.
-        cut: ``each`` text is a sample; ``windows`` joins all texts and cuts windows of `n_tokens`.
-        limit: How many samples at most.
-        draw: In the order of the ``file``, or at ``random``.
-        seed: Random seed for the draw.
+        options: How long they are, how they are cut and drawn, and how many.
     """
 
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
 
-    def __init__(
-        self,
-        lens: Lens,
-        data: Dataset,
-        *,
-        n_tokens: int = 128,
-        min_tokens: int = 1,
-        cut: Cut = "each",
-        limit: int | None = None,
-        draw: str = "file",
-        seed: int = 0,
-    ) -> None:
-        self.lens, self.cut = lens, cut
+    def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
+        self.lens, self.options = lens, options
         self.tokenizer = tokenizer_of(lens.processor)
         if self.tokenizer is None:
             raise InputError(
                 "Expected a lens with a tokenizer for texts; got none. Use `tensorlens.Lens(model, tokenizer)`."
             )
         longest = max_tokens(lens.model)
-        self.n_tokens = n_tokens if longest is None else min(n_tokens, longest)
-        self.min_tokens = min_tokens
+        self.n_tokens = options.n_tokens if longest is None else min(options.n_tokens, longest)
         self.before, self.after = wrapping(self.tokenizer)
-        made = cut_texts(self.tokenizer, data, self.n_tokens, min_tokens, cut=cut, limit=limit, draw=draw, seed=seed)
-        self.pieces, self._n_seen = made
+        self.pieces, self._n_seen = text_pieces(self.tokenizer, data, options, self.n_tokens)
         self._labels = sorted(set(map(str, data.labels or ())))
         self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
         self.is_causal = _is_causal(lens, self.ids)
@@ -144,11 +121,9 @@ class Texts:
         fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
         tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
         inputs = {"input_ids": tensor}
-        is_next = self.cut == "windows"
+        is_next = self.options.cut == "windows"
         label = piece.label if is_next else class_index(piece.label, self.lens.model, self._labels)
-        return Sample(
-            name=piece.name, value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label, piece=piece
-        )
+        return Sample(value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label)
 
     def length(self, index: int) -> int:
         """Tokens of one text."""
@@ -205,8 +180,9 @@ class Texts:
             token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
         except InputError:
             token = None
-        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.min_tokens, "n_short": self._n_seen - len(self.ids)}
-        return lengths | {"cut": self.cut, "replacement_token": token}
+        lengths = {"n_tokens": self.n_tokens, "min_tokens": self.options.min_tokens}
+        lengths |= {"n_short": self._n_seen - len(self.ids)}
+        return lengths | {"cut": self.options.cut, "replacement_token": token}
 
     def check(self, replacements: Sequence[str]) -> None:
         """Refuse a replacement that on this model does not do what it says.
@@ -246,46 +222,6 @@ class Texts:
         return self._mean  # type: ignore[return-value]
 
 
-def cut_texts(
-    tokenizer: Any,
-    data: Dataset,
-    n_tokens: int,
-    min_tokens: int,
-    *,
-    cut: str,
-    limit: int | None,
-    draw: str,
-    seed: int,
-) -> tuple[list[SamplePiece], int]:
-    """The texts that a study sees, and how many were looked at; needs a tokenizer and no model.
-
-    Raises:
-        InputError: There is none that is long enough.
-    """
-    n_special = sum(map(len, wrapping(tokenizer)))
-    if n_tokens <= n_special:
-        raise InputError(f"Expected `n_tokens` above the {n_special} special tokens of every text; got {n_tokens}.")
-    pieces = text_pieces(tokenizer, data, n_tokens - n_special, cut=cut, draw=draw, seed=seed)
-    found, n_seen = chosen_pieces(pieces, least=min_tokens - n_special, limit=limit)
-    if not n_seen:
-        raise InputError("Expected texts; got none. Is the file empty?")
-    if not found:
-        raise InputError(
-            f"Expected texts of at least {min_tokens} tokens; none of {n_seen} is that long. Lower `min_tokens`."
-        )
-    return found, n_seen
-
-
-def wrapping(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer puts before and after a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    return [], []
-
-
 def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
     """Whether the first output ignores all later tokens: tried, not read from the configuration."""
     ids = next((ids for ids in samples if len(ids) > 2), None)
@@ -304,19 +240,14 @@ class Images:
     Args:
         lens: The model and its image processor.
         data: The images.
-        limit: How many at most.
-        draw: In the order of the ``file``, or at ``random``.
-        seed: Random seed for the draw.
+        options: How they are drawn, and how many.
     """
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False
 
-    def __init__(
-        self, lens: Lens, data: Dataset, *, limit: int | None = None, draw: str = "file", seed: int = 0
-    ) -> None:
-        self.lens = lens
-        self.pieces = list(islice(image_pieces(data, draw=draw, seed=seed), limit))
+    def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
+        self.lens, self.pieces = lens, image_pieces(data, options)
         self._labels = sorted(set(map(str, data.labels or ())))
         self._special: int | None = None
 
@@ -336,13 +267,11 @@ class Images:
         pixels = prepared.arguments["pixel_values"]
         n_special = self._n_special(pixels, grid[0] * grid[1])
         return Sample(
-            name=piece.name,
             value=image,
             inputs={"pixel_values": pixels},
             n_tokens=n_special + grid[0] * grid[1],
             fixed=frozenset(range(n_special)),
             label=class_index(piece.label, self.lens.model, self._labels),
-            piece=piece,
         )
 
     def length(self, index: int) -> int:

@@ -6,25 +6,33 @@ subject, `samples` of `subject` and `object`. Tokens and models are the business
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.models.plain_text import has_half_characters
 from tensorlens.studies.identity import digest_of
 
 PLACEHOLDER = "{}"
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
+Template = Annotated[str, msgspec.Meta(pattern=r"\{\}")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fact:
+class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """One subject and its object."""
 
-    subject: str
-    object: str
+    subject: Text
+    object: Text
+
+
+class _RelationFile(msgspec.Struct, kw_only=True):
+    name: Text
+    prompt_templates: Annotated[list[Template], msgspec.Meta(min_length=1)]
+    samples: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    properties: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,7 @@ class Problem:
 
     Attributes:
         path: The file.
-        place: Where in it: a key such as ``samples[3].object``, or a line and column.
+        place: Where in it: a key such as ``samples[3].object``, or the file.
         message: What was expected and what came.
         is_fatal: Whether the relation had to be left out; otherwise only the place was.
     """
@@ -71,13 +79,6 @@ class Problem:
         """One line for people."""
         consequence = "the relation is left out" if self.is_fatal else "the rest is used"
         return f"{self.path}: {self.place}: {self.message} ({consequence})"
-
-
-class _Malformed(Exception):
-    """Something that is not as it should be: where, and how."""
-
-    def __init__(self, place: str, message: str) -> None:
-        self.place, self.message = place, message
 
 
 def load_relations(
@@ -114,80 +115,38 @@ def read_relation(path: Path, root: Path | None = None) -> tuple[Relation | None
         path: The JSON file.
         root: Folder that keys are relative to; the file's own by default.
     """
-    wrong: list[_Malformed] = []
     try:
-        document = _document(path)
-        template = _template(document)
-        facts = _facts(document, wrong)
-        _text(document, "name")
-        problems = [Problem(path=str(path), place=one.place, message=one.message, is_fatal=False) for one in wrong]
-    except _Malformed as error:
-        problems = [Problem(path=str(path), place=one.place, message=one.message, is_fatal=False) for one in wrong]
-        return None, [*problems, Problem(path=str(path), place=error.place, message=error.message, is_fatal=True)]
+        file = msgspec.json.decode(path.read_bytes(), type=_RelationFile)
+        facts, problems = _facts(file.samples, path)
+    except (OSError, ValueError, RecursionError) as error:
+        return None, [_problem(path, "", error, is_fatal=True)]
+    if not facts:
+        none = ValueError("every sample is malformed; expected a subject with an object - at `$.samples`")
+        return None, [*problems, _problem(path, "", none, is_fatal=True)]
     inside = path.parent.relative_to(root or path.parent).parts
-    properties = document.get("properties")
-    declared = properties.get("relation_type") if isinstance(properties, dict) else None
+    declared = file.properties.get("relation_type") if isinstance(file.properties, dict) else None
     category = inside[0] if inside else declared if isinstance(declared, str) and declared else "other"
-    key = f"{category}/{path.stem}"
+    key, template = f"{category}/{path.stem}", file.prompt_templates[0]
     return Relation(key=key, category=category, template=template, facts=facts, path=str(path)), problems
 
 
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise _Malformed(f"line {error.lineno}, column {error.colno}", f"expected JSON; {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise _Malformed(f"byte {error.start}", "expected UTF-8 text") from None
-    except (OSError, ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
-        raise _Malformed("the file", f"cannot be read as JSON; {error}") from None
-    if not isinstance(document, dict):
-        raise _Malformed("the top level", f"expected an object with `samples`; got {document!r:.60}")
-    return document
-
-
-def _template(document: Mapping[str, Any]) -> str:
-    template = _list(document, "prompt_templates")[0]
-    if not _is_text(template) or PLACEHOLDER not in template:
-        raise _Malformed("prompt_templates[0]", f"expected a text with {{}} for the subject; got {template!r:.60}")
-    return template
-
-
-def _facts(document: Mapping[str, Any], wrong: list[_Malformed]) -> tuple[Fact, ...]:
+def _facts(samples: list[Any], path: Path) -> tuple[tuple[Fact, ...], list[Problem]]:
     """The facts that are well-formed, the first for each subject: a repeated one would be in both halves of a split."""
     found: dict[str, Fact] = {}
-    for i, sample in enumerate(_list(document, "samples")):
+    problems = []
+    for i, sample in enumerate(samples):
         try:
-            if not isinstance(sample, dict):
-                raise _Malformed("", f"expected a subject and an object; got {sample!r:.60}")
-            fact = Fact(subject=_text(sample, "subject"), object=_text(sample, "object"))
+            fact = msgspec.convert(sample, Fact)
             if fact.subject in found:
-                raise _Malformed("subject", f"{fact.subject!r} is there already; the first one counts")
+                raise ValueError(f"{fact.subject!r} is there already; the first one counts - at `$.subject`")
             found[fact.subject] = fact
-        except _Malformed as error:
-            wrong.append(_Malformed(f"samples[{i}].{error.place}".removesuffix("."), error.message))
-    if not found:
-        raise _Malformed("samples", "expected at least one subject with an object; every sample is malformed")
-    return tuple(found.values())
+        except ValueError as error:
+            problems.append(_problem(path, f"samples[{i}]", error, is_fatal=False))
+    return tuple(found.values()), problems
 
 
-def _list(document: Mapping[str, Any], key: str) -> list[Any]:
-    if not isinstance(document.get(key), list) or not document[key]:
-        raise _Malformed(key, f"expected a list; got {_shown(document, key)}")
-    return document[key]
-
-
-def _text(document: Mapping[str, Any], key: str) -> str:
-    if not _is_text(document.get(key)):
-        raise _Malformed(key, f"expected some text; got {_shown(document, key)}")
-    return document[key]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not has_half_characters(value)
-
-
-def _shown(document: Mapping[str, Any], key: str) -> str:
-    if key not in document:
-        return "nothing: the key is missing"
-    return "an empty list" if document[key] == [] else f"{document[key]!r:.60}"
+def _problem(path: Path, place: str, error: Exception, *, is_fatal: bool) -> Problem:
+    """What msgspec says, which ends with where: ``- at `$.samples` ``."""
+    message, _, where = str(error).partition(" - at `$")
+    place = (place + where.removesuffix("`")).removeprefix(".") or "the file"
+    return Problem(path=str(path), place=place, message=message, is_fatal=is_fatal)

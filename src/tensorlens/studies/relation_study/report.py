@@ -39,7 +39,7 @@ def category_table(summary: dict[str, Any], metric: str = "agreement") -> Table:
     """Methods down, categories across, means with 95% intervals over relations."""
     categories = {f"{name} ({found['n_relations']})": found for name, found in summary["categories"].items()}
     rows = [
-        {"method": label} | {head: _score(found["methods"][name][metric]) for head, found in categories.items()}
+        {"method": label} | {head: _score(one["methods"][name][metric], one) for head, one in categories.items()}
         for name, label in ROWS.items()
         if name in method_names(summary)
     ]
@@ -56,7 +56,7 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> Tabl
     categories = summary["categories"]
     return [
         {"difference": " less ".join(map(_name, pair.split(" - ")))}
-        | {name: _score(found["differences"][pair][metric], "+.2f") for name, found in categories.items()}
+        | {name: _score(one["differences"][pair][metric], one, "+.2f") for name, one in categories.items()}
         for pair in (categories["all"]["differences"] if categories else {})
     ]
 
@@ -114,5 +114,5 @@ def _name(method: str) -> str:
     return ROWS.get(method, method).replace(" (paper)", "")
 
 
-def _score(score: dict[str, float], form: str = ".2f") -> str:
-    return with_interval(score["mean"], (score["low"], score["high"]), form)
+def _score(score: dict[str, float], category: dict[str, Any], form: str = ".2f") -> str:
+    return with_interval(score["mean"], (score["low"], score["high"]), category["n_relations"], form)

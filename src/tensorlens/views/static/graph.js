@@ -19,13 +19,44 @@ class GraphView {
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
     const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens run from left to right, blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward, b a bias. The strongest nodes are labelled; point at the others." });
     this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each passed to which" }), tools, legend, this.canvas, this.list]);
+    this.sink = this.findSink();
+    this.isAside = this.sink !== null;
+    if (this.isAside) tools.append(checkbox(`Set aside “${shorten(visible(tokens[this.sink]), 16).trim()}”, which outweighs every other token`, true, (isOn) => this.setAside(isOn)));
     this.edges = [...graph.edges].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2]));
-    this.heaviest = Math.abs(this.edges[0]?.[2] ?? 1);
     this.total = this.edges.reduce((sum, [, , weight]) => sum + Math.abs(weight), 0) || 1;
-    this.named = new Set([...graph.nodes].sort((a, b) => Math.abs(b.value) - Math.abs(a.value)).slice(0, LABELLED));
-    this.worth = Math.max(...graph.nodes.map(({ value }) => Math.abs(value))) || 1;
+    this.scale();
     this.place(graph.nodes, tokens.length);
     this.listen();
+  }
+
+  // The first token, where what its nodes carry outweighs that of every other token but the last: an attention sink.
+  findSink() {
+    const { nodes } = this.data.graph;
+    const carried = new Map();
+    for (const { kind, token, value } of nodes) if (kind !== "target") carried.set(token, (carried.get(token) ?? 0) + Math.abs(value));
+    const last = this.data.tokens.length - 1;
+    const others = [...carried].filter(([token]) => token !== 0 && token !== last).map(([, size]) => size);
+    return others.length && carried.get(0) > Math.max(...others) ? 0 : null;
+  }
+
+  isOut(node) {
+    return this.isAside && node.token === this.sink && node.kind !== "target";
+  }
+
+  // Sizes, widths and labels are shared out among what is not set aside.
+  scale() {
+    const { nodes } = this.data.graph;
+    const shown = nodes.filter((node) => !this.isOut(node));
+    const kept = this.edges.filter(([from, to]) => !this.isOut(nodes[from]) && !this.isOut(nodes[to]));
+    this.heaviest = Math.abs((kept[0] ?? this.edges[0])?.[2] ?? 1);
+    this.worth = Math.max(...shown.map(({ value }) => Math.abs(value))) || 1;
+    this.named = new Set(shown.sort((a, b) => Math.abs(b.value) - Math.abs(a.value)).slice(0, LABELLED));
+  }
+
+  setAside(isOn) {
+    this.isAside = isOn;
+    this.scale();
+    this.draw();
   }
 
   // Nodes of one token and block stand beside each other; a step is as wide as the fullest of its places.
@@ -192,9 +223,10 @@ class GraphView {
     drawn.forEach(([from, to, weight]) => {
       const isOfChosen = at >= 0 && (from === at || to === at);
       const [a, b] = [this.at(nodes[from]), this.at(nodes[to])];
-      pen.strokeStyle = this.colour(weight);
-      pen.globalAlpha = at < 0 || isOfChosen ? 0.75 : 0.15;
-      pen.lineWidth = Math.max(0.4, 5 * Math.sqrt(Math.abs(weight) / this.heaviest));
+      const isOut = this.isOut(nodes[from]) || this.isOut(nodes[to]);
+      pen.strokeStyle = isOut ? "#8a939d" : this.colour(weight);
+      pen.globalAlpha = isOfChosen || (at < 0 && !isOut) ? 0.75 : 0.15;
+      pen.lineWidth = isOut ? 0.8 : Math.max(0.4, 5 * Math.sqrt(Math.abs(weight) / this.heaviest));
       pen.beginPath();
       pen.moveTo(...a);
       const middle = (a[1] + b[1]) / 2;
@@ -210,10 +242,11 @@ class GraphView {
     pen.textAlign = "left";
     for (const node of this.data.graph.nodes) {
       const [x, y] = this.at(node);
-      const size = 2.5 + 6 * Math.sqrt(Math.abs(node.value) / this.worth);
+      const isOut = this.isOut(node);
+      const size = isOut ? 2.5 : 2.5 + 6 * Math.sqrt(Math.abs(node.value) / this.worth);
       pen.beginPath();
       pen.arc(x, y, size, 0, 2 * Math.PI);
-      pen.fillStyle = this.colour(node.value);
+      pen.fillStyle = isOut ? "#8a939d" : this.colour(node.value);
       pen.fill();
       pen.lineWidth = node === this.chosen ? 3 : 1;
       pen.strokeStyle = node === this.chosen ? (isDark ? "#6cb6ff" : "#0b6bcb") : isDark ? "#111417" : "#ffffff";

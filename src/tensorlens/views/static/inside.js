@@ -237,9 +237,3 @@ function briefly(name) {
   const short = visible(name).replace(/^block (\d+), /, "$1 ").replace("attention head ", "head ").replace("feed-forward", "ff");
   return shorten(short.replace(/^(\d+) head /, "$1."), 14);
 }
-
-// Draw what waits as JSON in `host`.
-function mountInside(host) {
-  const data = JSON.parse(host.querySelector('script[type="application/json"]').textContent);
-  host.tensorlens = new Inside(host, data);
-}

@@ -234,7 +234,7 @@ class MapLens {
     else this.mark(true);
     const { outTokens, inTokens } = this.data;
     this.live.textContent = `Output ${this.position(i)} ${visible(outTokens[i])} from input ${j} ${visible(inTokens[j])}: ${formatNumber(this.scores.at(i, j), this.isSigned)}`;
-    this.host.dispatchEvent(new CustomEvent("tensorlens:select", { bubbles: true, composed: true, detail: { outToken: i, inToken: j } }));
+    this.host.dispatchEvent(new CustomEvent("tensorlens:select", { bubbles: true, composed: true, detail: { outToken: i, inToken: this.data.firstTokens?.[j] ?? j } }));
   }
 
   // Arrow keys move along what has the focus: an output, an input, or both in the heat map. Shift changes the other one.

@@ -1,7 +1,8 @@
 // From a host element with its data to a living map. `mount` alone is for pages that bring their own data.
 
-// `source` is the data before tokens were put together into words.
-function mount(host, data, source = data) {
+// `source` is the data before tokens were put together into words; without it, the map chooses how it begins.
+function mount(host, data, source = null) {
+  if (source === null) return mount(host, beginsInWords(data) ? inWords(data) : data, data);
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   host.tensorlens?.gone.abort();
   const lens = new MapLens(host, data, source);
@@ -18,13 +19,15 @@ function mount(host, data, source = data) {
   return lens;
 }
 
+const KINDS = { map: mount, inside: (host, data) => (host.tensorlens = new Inside(host, data)), pairs: (host, data) => (host.tensorlens = new Pairs(host, data)) };
+
 // A notebook may show one map twice and run the script once for each, so every waiting host is taken.
 function mountWaiting(root) {
-  for (const host of root.querySelectorAll("[data-tensorlens=map]:not([data-ready])")) {
+  for (const host of root.querySelectorAll("[data-tensorlens]:not([data-ready])")) {
     const source = host.querySelector('script[type="application/json"]');
     if (!source) continue;
     performance.mark("tensorlens:start");
-    mount(host, JSON.parse(source.textContent));
+    KINDS[host.dataset.tensorlens](host, JSON.parse(source.textContent));
     performance.measure("tensorlens", "tensorlens:start");
   }
 }

@@ -129,10 +129,3 @@ class Pairs {
     this.show(this.shown ?? null);
   }
 }
-
-// Draw everything that waits as JSON below `root`.
-function mountPairs(root) {
-  for (const host of root.querySelectorAll("[data-tensorlens=pairs]:not([data-ready])")) {
-    host.tensorlens = new Pairs(host, JSON.parse(host.querySelector('script[type="application/json"]').textContent));
-  }
-}

@@ -34,7 +34,7 @@ export class Asking {
   }
 
   hear(event) {
-    if (event.type === "waiting") this.say(event.ahead ? `Waiting, ${event.ahead} ahead` : "Waiting");
+    if (event.type === "waiting") this.say("Waiting");
     if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
   }
 

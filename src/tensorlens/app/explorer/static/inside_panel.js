@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { percent } from "./controls.js";
 
-const { element, button, visible, formatNumber } = window.TensorLens;
+const { element, button, visible, formatNumber, Inside } = window.TensorLens;
 
 export class InsidePanel {
   constructor({ question, say, rest }) {
@@ -39,7 +39,7 @@ export class InsidePanel {
       const { inside } = await ask("/api/inside", mine, { hear });
       if (this.asked !== mine) return; // it is of the map before
       this.opener.hidden = true;
-      new window.TensorLensInside.Inside(this.host, inside);
+      new Inside(this.host, inside);
     } catch (error) {
       if (this.asked === mine) this.fail(error);
     } finally {

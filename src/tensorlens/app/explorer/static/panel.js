@@ -265,12 +265,26 @@ export class Panel extends Asking {
   // A link names a model that this explorer was not started with.
   offerOther(missing) {
     const { model } = this.view;
-    const act = button(`Ask ${visible(model)} instead`, `Ask ${visible(model)} instead`, () => {
-      this.error.hidden = true;
-      this.run();
-    });
-    this.fail(new Error(`This link is about ${missing}, which is not loaded here. Start the explorer with it: tensorlens explore ${missing}`));
-    if (model !== null) this.error.append(" ", act);
+    const offer = (text, act) => this.error.append(" ", button(text, text, act));
+    this.fail(new Error(`This link is about ${missing}, which is not loaded here. Load it now, or start the explorer with it: tensorlens explore ${missing}`));
+    offer(`Load ${visible(missing)}`, () => this.load(missing));
+    if (model !== null) offer(`Ask ${visible(model)} instead`, () => this.run());
+  }
+
+  async load(name) {
+    this.error.hidden = true;
+    try {
+      const { kind } = await ask("/api/add", { model: name }, { hear: (event) => this.hear(event) });
+      if (!this.catalogue.models.some((one) => one.name === name)) {
+        this.catalogue.models.push({ name, kind, answers: null });
+        this.model.node.append(element("option", { value: name, text: visible(name) }));
+      }
+      this.view.model = name;
+      this.show();
+      await this.run();
+    } catch (error) {
+      this.fail(error);
+    }
   }
 
   learn(event) {

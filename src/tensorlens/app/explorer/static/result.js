@@ -87,7 +87,7 @@ export class Result {
     const link = (kind) => {
       const href = `/api/results/${result}.${kind}`;
       const node = element("a", { href, download: "", text: kind.toUpperCase(), "data-kind": kind });
-      node.addEventListener("click", () => (node.href = this.lens.isInWords ? `${href}?words=1` : href));
+      node.addEventListener("click", () => (node.href = this.lens.isInWords && kind !== "html" ? `${href}?words=1` : href));
       return node;
     };
     this.saves.replaceChildren("Save", ...FILES.map(link));

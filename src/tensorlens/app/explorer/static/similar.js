@@ -3,7 +3,7 @@
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
 
-const { element, button } = window.TensorLens;
+const { element, button, Pairs } = window.TensorLens;
 const PAGE = "page=similar";
 const GROUPS = ["words", "sentences", "lines", "tokens"];
 const FRESH = { model: null, first: "A man is playing a guitar.", second: "Someone plays an instrument.", against: "", groups: "words" };
@@ -72,6 +72,6 @@ export class SimilarPanel extends Asking {
     const host = element("div");
     this.result.node.replaceChildren(host);
     this.result.node.hidden = false;
-    new window.TensorLensPairs.Pairs(host, pairs);
+    new Pairs(host, pairs);
   }
 }

@@ -1,7 +1,7 @@
-"""Which claims of the paper hold: one table from published records of perturbation runs, without a model.
+"""Which claims of the paper hold: one table from published records of runs, without a model.
 
 python -m bench paper-records RUN --name mpnet-imdb     pack the samples of a run into bench/records/paper
-python -m bench paper-table                             the table from all that is there
+python -m bench tables                                  the table from all that is there, with those of the benchmarks
 """
 
 from __future__ import annotations
@@ -12,12 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.tables import markdown, ranged
+from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
 from tensorlens.strict_json import to_json
 from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
+from tensorlens.studies.relation_study.summary import relation_summary
 
-FOLDER = Path(__file__).parents[1] / "records" / "paper"
+FOLDER = Path(__file__).parent / "records" / "paper"
+PAGE = DOCS / "results.md"
+COMMANDS = {
+    "imdb": "tensorlens paper bert",
+    "sentiment": "tensorlens paper modernbert",
+    "images": "tensorlens paper deit-base",
+    "wikitext": "tensorlens paper pythia",
+    "relations": "tensorlens paper relations",
+}
+"""The command that makes a run of each kind."""
+DATA = ("facts", "train")
+"""Fields of a line that repeat the data: they stay out of published records."""
 ENDING = ".jsonl.gz"
 
 
@@ -86,11 +98,19 @@ CLAIMS = (
         preset="paper-like",
     ),
     Claim(
-        says="encoders: masking by In+Out lowers accuracy most",
-        paper="the text's definition",
-        kind="imdb",
+        says="fine-tuned: masking by In+Out lowers accuracy most",
+        paper="defined, not reported",
+        kind="sentiment",
         method="tensor.in_out",
         metric="accuracy",
+    ),
+    Claim(
+        says="relations: the mean operator agrees with the model on new subjects more often than LRE",
+        paper="a figure",
+        kind="relations",
+        method="tensor.full.beta1@0",
+        against="lre.fixed@embedding",
+        metric="agreement",
     ),
 )
 
@@ -100,7 +120,9 @@ def pack(run: Path, name: str, folder: Path = FOLDER) -> Path:
     if not (run / "summary.json").is_file():
         raise InputError(f"Expected a finished run in {str(run)!r}; there is no summary. Run the command to its end.")
     config = json.loads((run / "config.json").read_text("utf-8"))
-    lines = [to_json({"settings": config["settings"]}), *(run / "samples.jsonl").read_text("utf-8").splitlines()]
+    samples = map(json.loads, (run / "samples.jsonl").read_text("utf-8").splitlines())
+    kept = [{name: value for name, value in one.items() if name not in DATA} for one in samples]
+    lines = [to_json(one) for one in ({"settings": config["settings"]}, *kept)]
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}{ENDING}"
     target.write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
@@ -119,42 +141,89 @@ def published(folder: Path = FOLDER) -> dict[str, tuple[list[dict[str, Any]], di
 def table(folder: Path = FOLDER) -> str:
     """One row for each claim and run; a claim that no run tests has a row that says so."""
     runs = published(folder)
-    made = {name: perturbation_summary(*one) for name, one in runs.items()}
+    summaries = {name: _summary(*run) for name, run in runs.items()}
     rows = []
     for claim in CLAIMS:
         fitting = [name for name in runs if name.endswith(f"-{claim.kind}")]
-        tested = [_row(claim, name, made[name], *runs[name]) for name in fitting]
-        rows += [row for row in tested if row is not None] or [_untested(claim)]
+        row = _relations if claim.kind == "relations" else _perturbation
+        tested = [row(claim, name, summaries[name], *runs[name]) for name in fitting]
+        rows += [one for one in tested if one is not None] or [_row(claim)]
     return markdown(rows)
 
 
-def _untested(claim: Claim) -> dict[str, str]:
-    blank = dict.fromkeys(("our model and data", "T", "best baseline", "best control", "difference [95 %]"), "–")
-    return {"claim": claim.says, "the paper": claim.paper} | blank | {"holds": "not tested"}
+def _summary(lines: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+    if "relations" in settings:
+        return relation_summary(lines, [], settings["options"]["min_test"])
+    return perturbation_summary(lines, settings)
+
+
+def write() -> None:
+    """Fill the table of docs/results.md."""
+    print(f"{PAGE.name}: {fill(PAGE, 'records', lambda key: table() if key == 'claims' else None)} tables")
 
 
 def _row(
+    claim: Claim,
+    *,
+    ran: str = "–",
+    value: str = "–",
+    other: str = "–",
+    control: str = "–",
+    difference: tuple[float, float, float] | None = None,
+) -> dict[str, str]:
+    low, high = difference[1:] if difference else (0.0, 0.0)
+    verdict = "not tested" if difference is None else "holds" if low > 0 else "no" if high < 0 else "in part"
+    return {
+        "claim": claim.says,
+        "the paper": claim.paper,
+        "our model and data": ran,
+        "T": value,
+        "compared with": other,
+        "best control": control,
+        "difference [95 %]": ranged(*difference, "+.2g") if difference else "–",
+        "holds": verdict,
+        "command": f"`{COMMANDS[claim.kind]}`",
+    }
+
+
+def _perturbation(
     claim: Claim, name: str, summary: dict[str, Any], lines: list[dict[str, Any]], settings: dict[str, Any]
 ) -> dict[str, str] | None:
+    """T's method against the best of the baselines, or the one that the claim names, on the same samples."""
     condition = next((one for one in summary["conditions"] if one.startswith(claim.preset)), None)
     result = None if condition is None else summary["conditions"][condition].get("most", {}).get(claim.metric)
     if condition is None or result is None or claim.method not in result["methods"]:
         return None
-    best = result["best"]
-    other = claim.against or best.get("baseline")
+    other = claim.against or result["best"].get("baseline")
     if other is None:
         return None
-    against = compare_two(lines, condition, (claim.method, other), "most", claim.metric, settings)
-    low, high = against["interval"]
-    return {
-        "claim": claim.says,
-        "the paper": claim.paper,
-        "our model and data": f"{name}, {summary['n_measured']} samples",
-        "T": f"{claim.method} {result['methods'][claim.method]['auc']:.4g}",
-        "best baseline": f"{other} {result['methods'][other]['auc']:.4g}",
-        "best control": f"{best['control']} {result['methods'][best['control']]['auc']:.4g}"
-        if "control" in best
-        else "–",
-        "difference [95 %]": ranged(against["advantage"], low, high, "+.3g"),
-        "holds": "holds" if low > 0 else "no" if high < 0 else "in part",
-    }
+
+    def said(method: str | None) -> str:
+        return "–" if method is None else f"{method} {result['methods'][method]['auc']:.3g}"
+
+    found = compare_two(lines, condition, (claim.method, other), "most", claim.metric, settings)
+    return _row(
+        claim,
+        ran=f"{name}, {summary['n_measured']} samples, {settings.get('watched', 'logits')}",
+        value=said(claim.method),
+        other=said(other),
+        control=said(result["best"].get("control")),
+        difference=(found["advantage"], *found["interval"]),
+    )
+
+
+def _relations(claim: Claim, name: str, summary: dict[str, Any], *_: Any) -> dict[str, str] | None:
+    """T's mean operator against the named one; the control is the most common answer. Intervals draw relations."""
+    found = summary["categories"].get("all")
+    if found is None:
+        return None
+    metric, methods = claim.metric, found["methods"]
+    less = found["differences"][f"{claim.method} - {claim.against}"][metric]
+    return _row(
+        claim,
+        ran=f"{name}, {summary['n_survived']} relations",
+        value=f"{claim.method} {methods[claim.method][metric]['mean']:.3g}",
+        other=f"{claim.against} {methods[claim.against][metric]['mean']:.3g}",
+        control=f"most common answer {found['majority'][metric]:.3g}",
+        difference=(less["mean"], less["low"], less["high"]),
+    )

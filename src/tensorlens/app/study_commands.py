@@ -1,0 +1,337 @@
+"""`tensorlens perturb`, `paper`, `relations` and `fidelity`: runs over data sets that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tensorlens.app.method_names import check_name_with_member
+from tensorlens.app.options import (
+    FinalNorm,
+    Input,
+    Json,
+    Model,
+    ModelOptions,
+    NumberOfProcesses,
+    RunFolder,
+    check_data,
+    listed,
+    numbers,
+    read_input,
+)
+from tensorlens.app.printing import print_json, print_rows, stage
+from tensorlens.errors import InputError
+from tensorlens.studies.processes import Processes, hand_over
+
+if TYPE_CHECKING:
+    from tensorlens.studies.runs import StudyResult
+
+# Perturbation ---------------------------------------------------------------------------------------------------------
+
+METHODS = (
+    "Methods, separated by commas (default: all). tensor.* methods accept a rule set after @, e.g. "
+    "tensor.in_class@attn_lrp."
+)
+PRESETS = "For decoders: strict, or paper-like (the last token may be replaced). Repeatable."
+REPLACEMENTS = "Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."
+GRID = "Fractions replaced, such as 0,0.1,0.2 (default: 0 to 0.3 by 0.05)."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerturbChoices:
+    """The options of the study as they are written on the command line; see `PerturbationOptions`."""
+
+    methods: Annotated[str | None, typer.Option(help=METHODS)] = None
+    limit: Annotated[int | None, typer.Option(help="Largest number of samples.", min=1)] = None
+    preset: Annotated[list[str] | None, typer.Option(help=PRESETS)] = None
+    replacement: Annotated[list[str] | None, typer.Option(help=REPLACEMENTS)] = None
+    tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128
+    min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1
+    windows: Annotated[bool, typer.Option(help="Join all texts, then cut them into windows.")] = False
+    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
+    split: Annotated[str, typer.Option(help="Split of a data set given by id.")] = "test"
+    grid: Annotated[str | None, typer.Option(help=GRID)] = None
+    absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False
+    norm_probes: Annotated[int | None, typer.Option(help="Probes to estimate tensor.norm (default: exact).", min=1)] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(help="Random seed for the random control and the bootstrap.")] = 0
+    batch_size: Annotated[int | None, typer.Option(help="Perturbed copies per batch (default: by device).", min=1)] = (
+        None
+    )
+
+    def named(self) -> dict[str, Any]:
+        """The same by the names of `PerturbationOptions`; typos are refused before torch is imported."""
+        methods = None if self.methods is None else listed(self.methods)
+        for name in methods or ():
+            check_name_with_member(name)
+        grid = None if self.grid is None else numbers(self.grid, float, "grid", "fractions such as 0,0.1,0.2")
+        same = ("limit", "min_tokens", "column", "split", "absolute", "seed", "norm_probes", "batch_size")
+        return {name: getattr(self, name) for name in same} | {
+            "methods": methods,
+            "presets": self.preset or ("strict",),
+            "replacements": self.replacement or None,
+            "n_tokens": self.tokens,
+            "cut": "windows" if self.windows else "each",
+            **({} if grid is None else {"grid": grid}),
+        }
+
+
+def perturb(
+    model: Model,
+    data: Annotated[
+        str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, a folder of images, or a data set's id.")
+    ],
+    out: RunFolder,
+    asked: PerturbChoices = PerturbChoices(),  # noqa: B008  # a frozen record
+    processes: NumberOfProcesses = 1,
+    json: Json = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Which method finds what matters? Replaces the tokens each method ranks highest; measures how the output moves.
+
+    Example: tensorlens perturb minilm --data reviews.csv --out run --limit 50
+
+    To share a run between processes, use --processes on one machine, accelerate launch or torchrun on several.
+    """
+    reading.check(model)
+    check_data(data, suffixes=(".csv", ".tsv", ".jsonl", ".txt", ".parquet"))
+    chosen = asked.named()
+    if hand_over(processes):
+        return
+    from tensorlens.studies.perturbation_study.options import PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
+    from tensorlens.studies.runs import check_run_folder
+
+    options = PerturbationOptions(**chosen)
+    check_run_folder(out, "perturbation")
+    result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=options)
+    result.areas()  # says why if nothing could be measured
+    if Processes.from_environment().is_first:
+        print_json(result.summary) if json else typer.echo(_areas(result))
+
+
+def _areas(result: StudyResult) -> str:
+    """The areas of the first condition, best first, and where the rest is."""
+    from tensorlens.studies.perturbation_study.report import FEW
+    from tensorlens.studies.report import with_interval
+
+    condition, found = next(iter(result.summary["conditions"].items()))
+    n_measured, n_skipped = (result.summary[f"n_{what}"] for what in ("measured", "skipped"))
+    few = "; with so few samples, the intervals mean little" if n_measured < FEW else ""
+    lines = [f"{n_measured} samples measured, {n_skipped} skipped{few}; {condition}"]
+    for name, area in result.areas().items():
+        one = found["most"]["hs_mse"]["methods"][name]
+        lines.append(f"{name:28} {with_interval(area, one['interval'], one['n_units'])}")
+    lines += [f"{name:28} missing: {gap['reason']}" for name, gap in found["missing"].items()]
+    lines += [f"skipped {one['name']}: {one['reason']}" for one in result.summary["skipped"][:3]]
+    return "\n".join([*lines, f"Report: {result.report}"])
+
+
+# The paper's tables ---------------------------------------------------------------------------------------------------
+
+TABLE = (
+    "deit-base, deit-small, bert, roberta, modernbert, gemma3, pythia, pico, phi, relations, or all of them. "
+    "With all, --data and --model are folders with one subfolder per table."
+)
+DATA = "File, folder or hub id of the data, or a folder with imagenet, imdb, wikitext-103 and relations."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperChoices:
+    """What the protocol leaves open; see `PaperTable`."""
+
+    limit: Annotated[int | None, typer.Option(help="Number of samples, or of relations per category.", min=1)] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed for samples, splits and bootstrap.")] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, mps, … (default: the accelerator).")] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model, as Pico's does.")
+    ] = False
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None
+
+
+def paper(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help=TABLE)],
+    out: RunFolder,
+    data: Annotated[str | None, typer.Option(help=DATA, show_default="from the hub, where available")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the model.", show_default="the paper's, from the hub")
+    ] = None,
+    protocol: Annotated[
+        Path | None, typer.Option(help="A .json or .toml file with settings that replace the paper's.")
+    ] = None,
+    processes: NumberOfProcesses = 1,
+    asked: PaperChoices = PaperChoices(),  # noqa: B008  # a frozen record
+) -> None:
+    """Reproduce one of the paper's tables with its protocol: its numbers beside ours, deviations listed.
+
+    Example: tensorlens paper pythia --data wikitext-103 --out pythia --limit 100
+
+    Writes table.tex, table.md, figures and samples.jsonl. ModernBERT and Gemma3 are fine-tuned for sentiment first.
+    """
+    from tensorlens.studies.paper.protocol import read_protocol
+
+    same: dict[str, Any] = {**vars(asked), "protocol": read_protocol(protocol)}
+    if hand_over(processes):
+        return
+    from tensorlens.studies.paper.run import PaperTable, every_table
+
+    if table == "all" and data is None:
+        raise InputError("`paper all` needs --data, a folder with imagenet, imdb, wikitext-103 and relations.")
+    every = (
+        every_table(str(data), out, model, **same)
+        if table == "all"
+        else [PaperTable(table, data, out, model=model, **same)]
+    )
+    for one in every:
+        stage(f"{one.table.title}: {one.model} on {one.data}, into {one.out}")
+        one.run()
+        if Processes.from_environment().is_first:
+            typer.echo((one.out / "table.md").read_text("utf-8"))
+            typer.echo(f"Report: {one.out / 'report.html'}")
+
+
+# Relations ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelationChoices:
+    """The options of the study as they are written on the command line; see `RelationOptions`."""
+
+    limit: Annotated[int | None, typer.Option(help="Largest number of relations per category.", min=1)] = None
+    splits: Annotated[int, typer.Option(help="Train-test splits per relation.", min=1)] = 6
+    examples: Annotated[int, typer.Option(help="Training examples per split (m).", min=1)] = 3
+    max_test: Annotated[int, typer.Option(help="Largest number of test facts per split.", min=1)] = 100
+    starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0"
+    category: Annotated[list[str] | None, typer.Option(help="Only this category. Repeatable.")] = None
+    lre: Annotated[bool, typer.Option(help="Whether to run LRE as well.")] = True
+    seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
+
+    def named(self) -> dict[str, Any]:
+        """The same by the names of `RelationOptions`; typos are refused before torch is imported."""
+        return {
+            "limit": self.limit,
+            "n_splits": self.splits,
+            "n_train": self.examples,
+            "max_test": self.max_test,
+            "starts": tuple(numbers(self.starts, int, "starts", "blocks such as 0,6,12")),
+            "categories": tuple(self.category) if self.category else None,
+            "with_lre": self.lre,
+            "seed": self.seed,
+        }
+
+
+def relations_(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Folder of relation files, one subfolder per category.")],
+    out: RunFolder,
+    asked: RelationChoices = RelationChoices(),  # noqa: B008  # a frozen record
+    processes: NumberOfProcesses = 1,
+    json: Json = False,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Decode relations with the mean attention tensor, beside LRE and controls, and write a report.
+
+    Example: tensorlens relations smollm2-135m --data facts --out run --limit 1
+    """
+    reading.check(model)
+    check_data(data)
+    chosen = asked.named()
+    if hand_over(processes):
+        return
+    from tensorlens.studies.relation_study.run import RelationOptions
+    from tensorlens.studies.relation_study.run import relations as run_relations
+    from tensorlens.studies.runs import check_run_folder
+
+    check_run_folder(out, "relations")
+    lens = reading.lens(model, final_norm=False, device=Processes.device())
+    result = run_relations(lens, data, out, options=RelationOptions(**chosen))
+    if Processes.from_environment().is_first:
+        print_json(result.summary) if json else _print_relations(result)
+
+
+def _print_relations(result: StudyResult) -> None:
+    """What survives, what does not, and the table."""
+    from tensorlens.studies.relation_study.report import category_table, survival
+
+    summary = result.summary
+    typer.echo(survival(summary))
+    for key, reason in summary["left_out"].items():
+        typer.echo(f"left out: {key}: {reason}")
+    for problem in summary["problems"]:
+        if problem["is_fatal"]:
+            typer.echo(f"left out: {problem['path']}: {problem['place']}: {problem['message']}", err=True)
+    if summary["relations"]:
+        typer.echo("\nagreement with the model, mean over relations [95% interval]")
+        print_rows(category_table(summary))
+    typer.echo(f"\nReport: {result.report}")
+
+
+# Fidelity -------------------------------------------------------------------------------------------------------------
+
+
+def fidelity_(
+    model: Model,
+    input: Input,
+    out: RunFolder,
+    directions: Annotated[
+        int, typer.Option(help="Number of random directions; as many towards other tokens are added.", min=1)
+    ] = 4,
+    stride: Annotated[int, typer.Option(help="Measure properties every this many blocks; 0 skips them.", min=0)] = 1,
+    out_token: Annotated[int | None, typer.Option(help="Output position whose slice is measured.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed for directions and probes.")] = 0,
+    revisions: Annotated[
+        str | None, typer.Option(help="Checkpoints to compare, separated by commas; each gets a folder.")
+    ] = None,
+    json: Json = False,
+    final_norm: FinalNorm = True,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """How far from the input does T hold? Errors by step size, the bounds of Proposition 1, properties of the tensor.
+
+    Example: tensorlens fidelity minilm "A sentence of your own." --out run
+    """
+    states = {name: replace(reading, revision=name) for name in listed(revisions)}
+    if revisions is not None and not states:
+        raise InputError("`--revisions` must name at least one checkpoint, such as step1000,step143000.")
+    for one in states.values() or [reading]:
+        one.check(model)
+    text = read_input(input)
+    from tensorlens.studies.fidelity_study.run import FidelityOptions
+    from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
+    from tensorlens.studies.runs import check_run_folder
+
+    chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
+    runs = [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
+    for _, _, folder in runs:
+        check_run_folder(folder, "fidelity")
+    made = {
+        name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=chosen)
+        for name, of, folder in runs
+    }
+    if json:
+        print_json({name: one.summary for name, one in made.items()} if states else made[""].summary)
+    else:
+        _print_fidelity(made)
+
+
+def _print_fidelity(made: Mapping[str, StudyResult]) -> None:
+    """One line per checkpoint; of a single one, norms and bounds, errors, properties, and where the rest is."""
+    from tensorlens.studies.fidelity_study import report
+
+    if "" not in made:
+        print_rows([{"revision": name} | report.dynamics(one.summary) for name, one in made.items()])
+        return
+    summary = made[""].summary
+    print_rows(report.norm_table(summary))
+    print_rows(report.alternative_table(summary))
+    typer.echo("\nmedian errors relative to F(X)")
+    print_rows(report.error_table(summary))
+    if summary["properties"]:
+        typer.echo("\nproperties of the slice T[i]")
+        print_rows(report.property_table(summary))
+    typer.echo(f"\nReport: {made[''].report}")
