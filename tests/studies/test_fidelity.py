@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+import equations as eq
 import pytest
 import torch
 import zoo
 
 import tensorlens as tl
-from tensorlens.axes import unfold
 from tensorlens.operators.bounds import product_bound
 from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies import FidelityOptions, fidelity
@@ -43,7 +43,7 @@ def tensor(name: str, scale: float = 1.0, **rules) -> tl.AttentionTensor:
 
 
 def true_norm(T: tl.AttentionTensor) -> float:
-    return float(torch.linalg.matrix_norm(unfold(T.dense()), ord=2))
+    return float(torch.linalg.matrix_norm(eq.unfold(T.dense()), ord=2))
 
 
 # The model itself ----------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ VOCABULARY_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model that the operator speaks of.
+    """The parts of a model that the operator refers to.
 
     Attributes:
         model: The model as the user gave it, with its head.
@@ -124,9 +124,9 @@ class Anatomy:
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
     """Find the blocks of a model, where its body ends, and its head.
 
-    Types that say of themselves where their encoder, decoder and head are (as in transformers) are believed, if that
-    is what ran. In all others the blocks are the calls alike that follow each other, that one state flows through and
-    that hold most of the weights. Without evidence the largest list of modules is taken.
+    Types that say where their encoder, decoder and head are (as in transformers) are believed, if
+    those parts ran. In all others the blocks are similar calls that follow each other, that one state flows
+    through and that hold most of the weights. Without evidence the largest list of modules is taken.
 
     Args:
         model: Any model.
@@ -236,7 +236,7 @@ def _inside_compiled(model: nn.Module) -> nn.Module:
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
-    """Whether blocks ran by a method of theirs, so that only what is in them was seen."""
+    """Whether blocks ran through one of their methods, so only their parts were seen."""
     paths = {id(module): path for path, module in evidence.root.module.named_modules()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
@@ -415,7 +415,7 @@ def _as_unembedding(
 
 
 def _is_known_type(model: nn.Module) -> bool:
-    """Whether a model says of itself where its parts are, as those of transformers do."""
+    """Whether a model says where its own parts are, as those of transformers do."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
@@ -456,7 +456,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
 
 
 def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
-    """Refuse a last state that the last block has only handed on, beside another that it made."""
+    """Refuse a last state that the last block only passed on, beside another that it made."""
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(

@@ -1,7 +1,7 @@
 """What goes beside the one state from X⁰ to X^N.
 
 A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are no
-functions of X⁰: the operator holds them, in B and in the factors. That is exact, but must be said.
+functions of X⁰: the operator holds them, in B and in the factors. That is exact, but it must be reported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
 
 
 def said_of(stack: str, beside: tuple[str, ...]) -> str:
-    """What a reader must know of stacks that ran beside the one an operator is about."""
+    """A note for the reader about stacks that ran beside the operator's own."""
     others = [path for path in beside if path not in stack.split(", ")]
     if not others:
         return f"`{stack}` was called again on another input; this operator describes the first call only"

@@ -1,4 +1,4 @@
-"""The one runner of the user's model: states read, replaced or stopped at, its own modes, everything left as it was.
+"""The only place where the user's model runs: states are read, replaced or stopped at, and the model is left as it was.
 
 `running` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
 its parts, a recording, generation. `run` is such a call that knows where the parts are.
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
 
 AtBlock = Callable[[int, Tensor], Tensor | None]
-"""Is told the number of a block and a state in the model's own layout; may give another state."""
+"""Called with the number of a block and a state in the model's own layout; may return another state."""
 
 AtCall = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
-"""Is told the number of a block, the block, and what it is called with."""
+"""Called with the number of a block, the block and its arguments."""
 
 AtModule = Callable[[Any], Any]
-"""Is told what a module takes first or gives; may give something else."""
+"""Called with the first argument or the result of a module; may return a replacement."""
 
 End = Literal["output", "readout", "end", "last block"]
 """What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
 
 
 class _Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
+    """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -53,14 +53,14 @@ def running(
     observer: Observer | None = None,
     methods_of: Sequence[nn.Module] = (),
 ) -> Iterator[None]:
-    """Inside, the model can be called: at inference, in its own precision, compiled parts as their own code.
+    """A context in which the model can be called: for inference, in its own precision, without compiled code.
 
     Afterwards its modes and data, and those of the caller, are what they were.
 
     Args:
         model: The user's model, or a part of it.
         grad: Whether gradients are followed.
-        observer: Is told of every module call, and may change what it takes and gives.
+        observer: Called at every module call; may change its arguments and its result.
         methods_of: Modules whose methods count as calls too; see `observing`.
     """
     seen = nullcontext() if observer is None else observing(observer, model, methods_of)
@@ -123,7 +123,7 @@ def run(
 
 
 class _Route:
-    """What a plain pass does at the modules it meets."""
+    """What a plain pass does at each module."""
 
     def __init__(
         self,

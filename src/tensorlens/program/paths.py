@@ -47,7 +47,7 @@ from tensorlens.program.program import Program
 Kind = Literal["weight", "scale", "token", "gain", "take", "centre"]
 
 REORDERING = words("reshape permute expand index narrow select index_select flip repeat_interleave repeat cat")
-"""Operations that put numbers elsewhere and change none. Of these, `index` and `index_select` take constants."""
+"""Operations that move numbers without changing them. Of these, `index` and `index_select` take constants."""
 
 _NOTHING = torch.empty(0)
 
@@ -58,7 +58,7 @@ class NotFoldable(AnatomyError):  # noqa: N818  (its message is a reason, not an
 
 @contextmanager
 def naming_block(name: str, n: int) -> Iterator[None]:
-    """Say of which block of a model it is that it cannot be folded, and what follows from that."""
+    """Name the block that cannot be folded, and say what follows from that."""
     try:
         yield
     except NotFoldable as error:
@@ -171,7 +171,7 @@ class AttentionStep:
 
 
 class StepReader:
-    """Reads the steps of a program, one after the other. What they add is left out.
+    """Reads the steps of a program, one after the other. Added constants are left out.
 
     Args:
         program: The program, whose first input is a state (sample, token, channel).

@@ -150,7 +150,7 @@ class Program:
     def held_bytes(self) -> int:
         """The memory of its constants that is not the model's own."""
         whole = self.constants if isinstance(self.constants, Constants) else Constants(self.constants)
-        held = [whole.values[n] for n in self.used if n not in whole.names]  # what was let go stays so
+        held = [whole.values[n] for n in self.used if n not in whole.names]  # dropped constants stay dropped
         storages = [value.untyped_storage() for value in held if value is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -160,7 +160,7 @@ class Program:
         return frozenset().union(*[step.held for step in self.steps])
 
     def load(self) -> None:
-        """Fetch all dropped constants now: inside a `vmap` their blocks cannot be recorded again."""
+        """Recompute all dropped constants now: inside a `vmap` their blocks cannot be recorded again."""
         for n in self.used:
             self.constants[n]
 
@@ -206,7 +206,7 @@ class Program:
 
     @cached_property
     def _tensors(self) -> Sequence[Tensor]:
-        """The constants as steps read them: where none was let go, without asking each time."""
+        """The constants as steps read them: without a check for each if none was dropped."""
         return getattr(self.constants, "tensors", self.constants)
 
     @cached_property
@@ -284,7 +284,7 @@ class Program:
         wanted: Collection[int],
         ends: Collection[int],
     ) -> None:
-        """Take the cotangents that wait at some steps through them, and note those that are wanted."""
+        """Pull the waiting cotangents through some steps, and keep those that were asked for."""
         steps, specs, tensors = self.steps, self.specs, self._tensors
         for n in reversed(places):
             step = steps[n]

@@ -53,7 +53,7 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Let autograd see what is computed meanwhile: at the level of kernels and in inference mode torch has it off."""
+    """Enable autograd in this context: at the level of kernels and in inference mode torch has it off."""
     kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
@@ -67,7 +67,7 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def slope_of(function: Elementwise, x: Tensor) -> Tensor:
-    """The derivative of an element-wise function; zero for one that torch knows none of."""
+    """The derivative of an element-wise function; zero if torch has none."""
     with differentiable():
         x = leaf(x)
         y = function(x)

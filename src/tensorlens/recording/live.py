@@ -64,7 +64,7 @@ class Followed(Tensor):
         return self.clone()
 
     def as_subclass(self, cls: Any) -> Any:
-        """Itself as an ordinary tensor; torch itself would give an alias of which no rule hears."""
+        """Itself as an ordinary tensor; torch itself would return an alias that no rule sees."""
         if cls is not Tensor:
             raise NotLinearError(
                 f"The model turns a live tensor into a `{cls.__name__}`, which would hide it from the rules. "
@@ -150,7 +150,7 @@ def value_of(value: Any) -> Any:
 PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
 """Types of arguments that are not tensors."""
 SIMPLE = PLAIN | {Tensor, nn.Parameter}
-"""Types of most arguments that hold no live tensor: one look instead of three."""
+"""Types of most arguments without a live tensor: one check instead of three."""
 
 
 def found_in(*values: Any) -> list[Followed]:

@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 At = Callable[[nn.Module, str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """What to do at a module: takes it, its path, its forward, and the arguments of the call."""
 After = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
-"""Is told the path of a module, what it took and what it gave."""
+"""Called with the path of a module, its arguments and its result."""
 
 
 class ModulePlaces:
@@ -67,7 +67,7 @@ class ModulePlaces:
 
 
 class ModuleCalls:
-    """What a recording does at the modules it meets.
+    """What a recording does at each module.
 
     Args:
         places: Where modules are.

@@ -47,7 +47,7 @@ Forward = Callable[..., Any]
 
 
 class Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
+    """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -62,7 +62,7 @@ class OtherParts(BaseException):
 
 
 class Recorder:
-    """One pass: what it does at the modules it meets, and what it has learnt so far.
+    """One pass: what it does at each module, and what it has learnt so far.
 
     Args:
         anatomy: The model and where its parts are.
@@ -406,7 +406,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
         found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
         origin = found.from_model("A recording")
-        # The next input may go another way again.
+        # The next input may take a different path again.
         return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
     except (TensorLensError, MemoryError):
         raise

@@ -1,4 +1,4 @@
-r"""Attention sinks: the first position, to which attention turns where nothing else matters.
+r"""Attention sinks: the first position, which heads attend to when they have nothing else to attend to.
 
 In a causal model it sees itself alone, so nothing but its own column of T depends on it. Holding the values that
 attention takes from it moves a part of this column into B and changes no other. `Rules.sink` says from which block on.

@@ -103,7 +103,7 @@ class Function(NamedTuple):
 
 
 KNOWN: dict[Any, Function] = {}
-"""What has been looked up so far."""
+"""Cache of lookups."""
 
 
 def known(function: Any) -> Function:

@@ -371,7 +371,7 @@ class Tape:
         return places[::-1]
 
     def close(self) -> None:
-        """Let go of every tensor of the pass but the constants: none of them refers to the tape afterwards."""
+        """Drop every tensor of the pass except the constants: none of them refers to the tape afterwards."""
         self.writes.forget()
         self._bound.clear()
         self.alive.clear()
@@ -445,7 +445,7 @@ class Tape:
     def _on_held(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]
     ) -> Any:
-        """A function of held tensors, one of which carries a role: the role is handed on."""
+        """A function of held tensors, one of which carries a role: the role is passed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
         result = raw(function, *args, **kwargs)
@@ -525,7 +525,7 @@ class Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: compiled code is off in a pass, and to switch it off again takes longer than most kernels."""
+        """False: compiled code is already off in a pass, and switching it off again takes longer than most kernels."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -544,7 +544,7 @@ class Kernels(TorchDispatchMode):
 
 @contextmanager
 def recording_on(new: Tape) -> Iterator[None]:
-    """Send the live tensors of this thread to a tape, as long as this lasts."""
+    """A context in which live tensors of this thread go to a tape."""
     before = now.tape
     now.tape = new
     new.is_running = True

@@ -1,4 +1,4 @@
-"""What a run was made with: digests of data, inputs and weights, since a name may come to mean other ones."""
+"""What a run was made with: digests of data, inputs and weights, since a name may later refer to different ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensor_digest(value: Tensor) -> str:
 
 
 def model_settings(lens: Lens) -> dict[str, Any]:
-    """What a run's numbers depend on of the model: another model in the same folder is refused."""
+    """What a run's numbers depend on of the model: a different model in the same folder is refused."""
     return {
         "model": lens.name,
         "model_class": type(lens.model).__name__,

@@ -1,4 +1,4 @@
-"""A judge that knows the answer: which method finds the word that decides?
+"""A benchmark with known answers: which method finds the word that decides?
 
 A set of items is a .csv file with a head line or a .jsonl file with one object per line. Columns:
 
@@ -48,7 +48,7 @@ from tensorlens.studies.runs import Record, Run, StudyResult
 SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
 WRONG = "the model is wrong"
-"""Why an item is left out that the model does not know."""
+"""The reason for leaving out an item that the model gets wrong."""
 WORD_OVERLAP = "control.word_overlap"
 EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
@@ -56,17 +56,17 @@ REFERENCE = "tensor.in_class"
 SAME_AS_A_MEMBER = "gradient.times_input"
 """Which is ``tensor.in_class@jacobian``."""
 EXACTLY_KNOWN = "control.random"
-"""What chance gets is computed for each item, and needs no draw."""
+"""The chance level is computed exactly for each item, without sampling."""
 Made = TypeVar("Made")
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
 
 
 class JudgeOptions(Options, frozen=True, kw_only=True):
-    """Everything a run of judges depends on besides model and data.
+    """Everything a benchmark run depends on besides model and data.
 
     Attributes:
-        methods: Names of maps, with the member of the family after an @ (``tensor.in_class@attn_lrp``); all if None.
+        methods: Names of maps, with the rule set after an @ (``tensor.in_class@attn_lrp``); all if None.
         limit: Items of each set, at most.
         seed: Seed of the bootstrap.
         group_size: Items that share a recording. Numbers depend on it by rounding alone.
@@ -125,7 +125,7 @@ def judge(
     progress: bool | None = None,
     **changes: Any,
 ) -> StudyResult:
-    """Compare maps, members of the family of rules and controls on items whose answer is known.
+    """Compare maps, rule sets and controls on items whose answer is known.
 
     Args:
         lens: A language model with its tokenizer.
@@ -152,7 +152,7 @@ def judge(
 
 
 def items_digest(items: Sequence[Item]) -> str:
-    """What tells whether a run is continued on the same items."""
+    """Identifies the items, so a run continues only on the same ones."""
     return digest_of(repr((item.name, item.ids, item.target, item.units, item.truth)) for item in items)
 
 
@@ -165,13 +165,13 @@ def item_groups(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
 
 
 def default_methods() -> tuple[str, ...]:
-    """Every method, In+Class and In+Out under the other members too, and the control of word overlap."""
+    """Every method, In+Class and In+Out under the other rule sets too, and the control of word overlap."""
     base = [name for name in METHODS if name not in (SAME_AS_A_MEMBER, EXACTLY_KNOWN)]
     return (*base, *with_members(("tensor.in_class", "tensor.in_out")), WORD_OVERLAP)
 
 
 def with_members(names: Iterable[str]) -> list[str]:
-    """The names under every member but the paper's."""
+    """The names under every rule set but the paper's."""
     return [f"{name}@{member}" for name in names for member in MEMBERS if member != "paper"]
 
 

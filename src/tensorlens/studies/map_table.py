@@ -1,4 +1,4 @@
-"""The maps of a data set as a folder of parquet files, which can be stopped at any moment and started again.
+"""The maps of a data set as a folder of parquet files, which can be interrupted at any moment and resumed.
 
 | file                        | holds                                                       |
 |-----------------------------|-------------------------------------------------------------|

@@ -1,10 +1,10 @@
-"""A run: a study in a folder, which can be stopped at any moment and started again.
+"""A run: a study in a folder, which can be interrupted at any moment and resumed.
 
 | file            | holds                                                                               |
 |-----------------|-------------------------------------------------------------------------------------|
 | `config.json`   | the study, all its settings and versions, and where it began                        |
 | `samples.jsonl` | one line per sample, on the disk before the next samples begin                      |
-| `summary.json`  | what the samples say together; the same bytes however often the run was interrupted |
+| `summary.json`  | the pooled results; the same bytes however often the run was interrupted |
 | `report.html`   | the same for people                                                                 |
 
 Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes groups r, r + w, … of the
@@ -112,7 +112,7 @@ def check_run_folder(folder: str | Path, study: str) -> None:
 class Run:
     """A study's folder, opened for this process.
 
-    Started again with the same settings it continues where it stopped; with other settings it refuses.
+    Started again with the same settings, it resumes where it stopped; different settings are refused.
 
     Args:
         folder: Made if it is not there.
@@ -174,7 +174,7 @@ class Run:
     ) -> None:
         """Measure this process's share of the samples that are not on the disk yet.
 
-        A group of which a line is missing is measured as a whole, so that a sample always has the same company.
+        A group of which a line is missing is measured as a whole, so a sample is always measured with the same others.
 
         Args:
             groups: The indices of all samples, over all processes, those that are measured together in one group. They
@@ -297,7 +297,7 @@ class Run:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that is full ends the run with one message; what is finished stays."""
+        """A full disk ends the run with one message; finished samples are kept."""
         try:
             yield
         except OSError as error:
@@ -333,7 +333,7 @@ def _in_lines(bar: tqdm) -> Iterator[tqdm]:
 
 @contextmanager
 def _appending(path: Path) -> Iterator[Callable[[Sequence[Record]], None]]:
-    """A function that appends lines and waits until they are on the disk: a kill costs no line but the last."""
+    """A function that appends lines and waits until they are on the disk: a kill loses at most the last line."""
     if path.is_file():
         text = path.read_bytes()
         os.truncate(path, text.rfind(b"\n") + 1)  # a line that was cut short

@@ -83,7 +83,7 @@ def fidelity(
     Args:
         lens: Any model.
         inputs: A text, or a list of texts; or one input of any other kind that the lens takes.
-        out: Folder of the run: config, samples, summary, figures, report. Started again it continues.
+        out: Folder of the run: config, samples, summary, figures, report. An interrupted run is resumed.
         options: Sizes, directions, properties; see `FidelityOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
         **changes: Single options by name, such as ``stride=2``, instead of a record or over it.

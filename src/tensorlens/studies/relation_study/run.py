@@ -113,7 +113,7 @@ def relations(
     Args:
         lens: A causal language model with its tokenizer.
         data: Folder of relation files, by category.
-        out: Folder of the run: config, samples, summary, figures, report. Started again it continues.
+        out: Folder of the run: config, samples, summary, figures, report. An interrupted run is resumed.
         options: Splits, filters, starts, scales; see `RelationOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
         **changes: Single options by name, such as ``limit=1``, instead of a record or over it.
