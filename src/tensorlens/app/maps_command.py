@@ -34,7 +34,7 @@ class MapsChoices:
 
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch (default: as many as fit).", min=1)] = None
-    limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None
+    limit: Annotated[int | None, typer.Option(help="Largest number of rows.", min=1)] = None
     on_error: Annotated[
         str, typer.Option(help="What to do with rows that are empty, too long or not text: raise or skip.")
     ] = "raise"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -109,6 +110,7 @@ def run(
     Returns:
         What the model returned, or the state where it was stopped, in the model's own layout.
     """
+    n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
     route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
     methods_of = anatomy.blocks if anatomy.by_methods else ()
     with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
@@ -122,28 +124,26 @@ def run(
     return output if to == "output" else state_of(output)
 
 
+@dataclass
 class _Route:
-    """What a plain pass does at each module."""
+    """What a plain pass does at each module; `run` says what the fields are."""
 
-    def __init__(
-        self,
-        anatomy: Anatomy,
-        to: End,
-        n_blocks: int | None,
-        entering: AtBlock | None,
-        leaving: AtBlock | None,
-        called: AtCall | None,
-        taken: Mapping[nn.Module, AtModule],
-        given: Mapping[nn.Module, AtModule],
-        ending: Callable[[Tensor], None] | None,
-    ) -> None:
-        self.anatomy, self.to, self.entering, self.leaving, self.called = anatomy, to, entering, leaving, called
-        self.taken, self.given, self.ending = taken, given, ending
-        self.n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
-        self.n_entered, self.is_inside = 0, False
-        self._blocks = {id(block) for block in anatomy.blocks}
-        end = anatomy.body_end
-        self._end = anatomy.model.get_submodule(end) if end else None
+    anatomy: Anatomy
+    to: End
+    n_blocks: int
+    entering: AtBlock | None
+    leaving: AtBlock | None
+    called: AtCall | None
+    taken: Mapping[nn.Module, AtModule]
+    given: Mapping[nn.Module, AtModule]
+    ending: Callable[[Tensor], None] | None
+    n_entered: int = 0
+    is_inside: bool = False
+
+    def __post_init__(self) -> None:
+        self._blocks = {id(block) for block in self.anatomy.blocks}
+        end = self.anatomy.body_end
+        self._end = self.anatomy.model.get_submodule(end) if end else None
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module in self.taken:

@@ -319,11 +319,11 @@ def cell_of(cells: Mapping[str, Any], column: str) -> str:
 
 
 class Scorer:
-    """The methods of one lens; items of one length share one recording for each member of the rules.
+    """The methods of one lens; items of one length share one recording per rule set.
 
     Args:
         lens: The model.
-        methods: Names of maps, with the member after an @.
+        methods: Names of maps, with the rule set after an @.
     """
 
     def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
@@ -401,7 +401,7 @@ def item_record(item: Item, target: Target, truth: Iterable[float], scored: Reco
 
 
 def is_item_right(logits: Tensor, target: Target) -> bool:
-    """Whether the model knows what is asked: what it does not know it has no evidence for."""
+    """Whether the model knows the answer: if not, it has no evidence for it."""
     if isinstance(target, tuple):
         good, bad = (int(one) for one in target)
         return bool(logits[good] > logits[bad])
@@ -430,7 +430,7 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
 
 
 def now() -> float:
-    """Seconds on a clock, when everything asked of a GPU so far is done."""
+    """Seconds on a clock, after all GPU work so far has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -442,7 +442,7 @@ def reason_of(error: BaseException) -> str:
 
 
 # Measures -------------------------------------------------------------------------------------------------------------
-# Ties are broken at random, and the expectation is what counts: a method that says nothing gets what chance gets. A
+# Ties are broken at random, and the expectation is what counts: a method that says nothing scores at chance. A
 # score that is not a number is the lowest of all.
 
 Scores = Sequence[float | None]
@@ -488,11 +488,11 @@ MEASURES: dict[str, Callable[[Scores, Truth], float]] = {
 
 # Summary --------------------------------------------------------------------------------------------------------------
 # Intervals are paired bootstraps: the items of every set are drawn anew with replacement, the same ones for all
-# methods. A judge's number is the mean over its sets, so that a large set counts no more than a small one.
+# methods. A benchmark's number is the mean over its sets, so a large set counts no more than a small one.
 
 
 def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of a run, by judge.
+    """The summary of a run, by benchmark.
 
     Args:
         records: The items, in the order of their index.
@@ -537,7 +537,7 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _comparison(records: Sequence[Record], methods: Sequence[str], measure: str, seed: int) -> dict[str, Any]:
-    """One measure of every method, best first, and what chance gets."""
+    """One measure of every method, best first, and the chance level."""
     by_set: dict[str, list[Record]] = {}
     for record in records:
         by_set.setdefault(record["set"], []).append(record)
@@ -601,7 +601,7 @@ def judge_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def judge_table(found: dict[str, Any]) -> Table:
-    """What each method of a judge gets, its interval, its difference to In+Class of the paper, its cost."""
+    """The score of each method on a benchmark, its interval, its difference to the paper's In+Class, its cost."""
     rows = []
     for measure, compared in list(found["measures"].items())[:1]:  # the one that ranks
         head, less = measure.replace("_", " "), "less the paper's T"
@@ -619,7 +619,7 @@ def _shown(one: dict[str, Any], form: str = ".3f") -> str:
 
 
 def counts_line(found: dict[str, Any]) -> str:
-    """How many items were measured, and what became of the others."""
+    """How many items were measured, and what happened to the others."""
     left_out: Counter[str] = Counter()
     for one in found["sets"].values():
         left_out.update(one["left_out"])

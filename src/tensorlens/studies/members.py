@@ -1,4 +1,4 @@
-"""Methods that name a member of the family of rules after an @: ``tensor.in_class@attn_lrp``."""
+"""Methods that name a rule set after an @: ``tensor.in_class@attn_lrp``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from tensorlens.lens import Lens
 
 MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in RULE_SETS if name != "cp_lrp"}
-"""The members of the family that are compared."""
+"""The rule sets that are compared."""
 
 
 def split(name: str) -> tuple[str, str]:
-    """The map and the member of a name."""
+    """The map and the rule set of a name."""
     base, _, member = name.partition("@")
     return base, member or "paper"
 
 
 def check_member(name: str) -> None:
-    """Refuse a name whose member does not exist, or whose map has none.
+    """Refuse a name whose rule set does not exist, or whose map takes none.
 
     Raises:
         MethodError: There is no such method.
@@ -33,5 +33,5 @@ def check_member(name: str) -> None:
 
 
 def member_lens(lens: Lens, member: str) -> Lens:
-    """The same model under the rules of a member, with the user's choice of the output."""
+    """The same model under a rule set, with the user's choice of the output."""
     return lens.with_rules(replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm))

@@ -55,7 +55,7 @@ def chosen_options(kind: type[Chosen], options: Chosen | None, changes: Mapping[
 
 
 def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tuple[Any, ...]:
-    """The names chosen for the option `name`, each once; one name by itself will do."""
+    """The names chosen for the option `name`, each once; a single name is accepted."""
     known = tuple(known)
     chosen = (chosen,) if isinstance(chosen, str) else tuple(dict.fromkeys(chosen))
     wrong = next((one for one in chosen if one not in known), None)

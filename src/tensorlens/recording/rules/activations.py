@@ -74,7 +74,7 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     tiny = 4 * torch.finfo(z.dtype).tiny
     vanishing = z.abs() < tiny
     ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
-    if z.is_cuda or vanishing.any():  # to ask a GPU is to wait for it
+    if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
         ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
     return ratio
 

@@ -33,7 +33,7 @@ def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     dim = kwargs["dim"] if "dim" in kwargs else next((a for a in args[1:] if type(a) is int), -1)
 
     def parts() -> tuple[Tensor, Tensor]:
-        # What is masked, by zero weight or by the largest number there is, has no derivative.
+        # Masked entries, by zero weight or by the largest number, have no derivative.
         s0 = value_of(scores)
         masked = (weights == 0) | (s0.abs() >= torch.finfo(s0.dtype).max / 2)
         at_temperature = weights if temperature == 1 else (s0.to(weights.dtype) / temperature).softmax(dim)
@@ -128,7 +128,7 @@ def _spelled_out(
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
 )
 def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The kernels of fused attention, by device; what they give beside the mixture only a backward pass reads."""
+    """The kernels of fused attention, by device; their other results are read only by a backward pass."""
     arguments = function._schema.arguments
     given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
     mask = given.get("attn_mask", given.get("attn_bias"))
@@ -140,7 +140,7 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 @family("flex_attention")
 def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`flex_attention`, whatever its scores are made of: what it makes of the unit matrix is A, which is held."""
+    """`flex_attention`, whatever its scores are made of: applied to the unit matrix it gives A, which is held."""
     run = now.tape
     query, key, value, *rest = args
     if run.rules.attention != "hold":

@@ -1,4 +1,4 @@
-"""Kernels by their derivative: what a member that follows derivatives makes of functions without a rule of their own.
+"""Kernels by their derivative: for rule sets that follow derivatives, functions without a rule of their own.
 
 Also kernels that are linear in each of two factors, and functions that are linear in one argument.
 """
@@ -18,7 +18,7 @@ from tensorlens.recording.table import family
 
 
 def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives, by its derivative in everything live; a function of several kernels goes by each."""
+    """A function by its derivative in everything live; a function of several kernels is taken kernel by kernel."""
     run = now.tape
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
@@ -67,7 +67,7 @@ def _moving(
     packed = mapped(packed, lambda leaf: plain[id(leaf)] if id(leaf) in plain else value_of(leaf))
     if not _is_known(function, packed, places, part):
         if part:
-            return value  # beside what it is for a kernel may give counts and places
+            return value  # a kernel may also return counts and places
         raise run.refusal(f"the derivative of {name}")
     given = None if is_linear else raw(Tensor.clone, value)
     arguments = (moved, given, str(function), packed, places, at, part, is_linear and share == 1)
@@ -77,7 +77,7 @@ def _moving(
 
 
 def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | None) -> bool:
-    """Whether torch knows the derivative of a kernel: one that it has none of gives a constant, or says so."""
+    """Whether torch has a derivative of a kernel; without one it returns a constant, or raises."""
 
     def known() -> bool:
         at = [leaf for place, leaf in enumerate(leaves(packed)) if place in places]

@@ -29,12 +29,12 @@ def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 MOST_ITEMS = 64
-"""Numbers of one module that may leave for Python: decisions are few, a tensor that is taken apart is not."""
+"""How many numbers of one module may be read by Python: a few are decisions, many are a tensor being copied out."""
 
 
 @family("item")
 def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One value that leaves for Python, to decide something: always the recorded one."""
+    """One value read by Python for a decision: always the recorded one."""
     run = now.tape
     run.note("held: item")
     run.note_mixing("item")
@@ -46,7 +46,7 @@ def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 @family("tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage get:__cuda_array_interface__")
 def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values that leave torch: what comes back from there would be taken for constants."""
+    """Values that leave torch: whatever comes back would count as constants."""
     if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:
         _refuse_leaving(name, args[0].numel())
     return raw(function, *args, **kwargs)

@@ -107,7 +107,7 @@ COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32
 
 @of_value("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
 def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In another type, or on another device. Whole numbers made of live ones are decisions."""
+    """In a different type, or on a different device. Whole numbers made of live ones are decisions."""
     x = args[0]
     if value is x or type(x) is not Live or not isinstance(value, Tensor):
         return value
@@ -126,7 +126,7 @@ def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _rounded(x: Live, value: Tensor) -> Whole:
-    """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
+    """Integers, with the truncated live numbers behind them: a model may compute with them, as quantised layers do."""
     cut = torch.trunc(x)
     is_same = bool(raw(lambda: (value_of(cut) == value).all()))  # not where they overflow
     return now.tape.whole(value, cut if is_same else None)
@@ -204,7 +204,7 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
     "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes unbind unbind_copy"
 )
 def parted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In parts along an axis, or one by one: each is a step of its own, so that dead ones can go."""
+    """In parts along an axis, or one by one: each is a step of its own, so unused ones can be dropped."""
     x, is_unbound, start, found = args[0], name.startswith("unbind"), 0, []
     place = 1 if is_unbound else 2
     axis = kwargs.get("dim", args[place] if len(args) > place else 0) % x.dim()
@@ -537,7 +537,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     return padded(x, pad, "constant", value)
 
 
-# What does not belong to what the model computes ---------------------------------------------------------------------
+# What is not part of the model's computation ---------------------------------------------------------------------
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")

@@ -81,7 +81,7 @@ def qualified(cls: type) -> str:
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:
-    """Whether a module does what the adapted class does: no subclass, instance or patch gave it another forward."""
+    """Whether a module runs the adapted class's forward: no subclass, instance or patch has replaced it."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # accelerate calls what it found
     forward: Any = cls.forward  # type: ignore[attr-defined]
     is_own = own is None or getattr(own, "__func__", None) is forward

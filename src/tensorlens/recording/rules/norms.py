@@ -25,7 +25,7 @@ from tensorlens.recording.table import family, rule
     "binary_cross_entropy_with_logits"
 )
 def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
+    """A number from the pass that scales others: held, or by its derivative."""
     run = now.tape
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
@@ -73,7 +73,7 @@ def normalised(
         inverse: 1/σ, in float32 or better.
         axes: Over which.
         value: What the model has there.
-        centred: Whether the mean is taken away.
+        centred: Whether the mean is subtracted.
         weight: γ.
         bias: β.
     """
