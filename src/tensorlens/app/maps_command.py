@@ -72,8 +72,8 @@ def maps(
     _check(method, asked.on_error, out)
     from tensorlens.mapper import Mapper
     from tensorlens.studies.datasets import RowFile
-    from tensorlens.studies.identity import model_settings
     from tensorlens.studies.map_table import MapTable
+    from tensorlens.studies.runs import model_settings
 
     rows = RowFile(data, asked.column)
     same = {"batch_size": asked.batch_size, "on_error": asked.on_error, "truncate": asked.truncate}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from tensorlens.errors import MethodError
-from tensorlens.studies.members import check_member, split
+from tensorlens.studies.options import check_member, split
 
 METHOD_NAMES = (
     "tensor.in_out",

@@ -38,12 +38,10 @@ from tensorlens.models.inputs import forward_parameters, tokenizer_of
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.identity import digest_of, model_settings
 from tensorlens.studies.intervals import N_RESAMPLES, short
-from tensorlens.studies.members import MEMBERS, check_member, member_lens, split
-from tensorlens.studies.options import Options, chosen_options
+from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import Section, Table, with_interval, write_page
-from tensorlens.studies.runs import Record, Run, StudyResult
+from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings
 
 SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
@@ -368,20 +366,11 @@ class Scorer:
             for one in found:
                 one["missing"] |= dict.fromkeys(names, reason_of(error))
             return
-        tensors: list[Any] = []
         for name in names:
             began, base = now(), split(name)[0]
             try:
-                if METHODS[base].takes_samples:
-                    wanted = targets if METHODS[base].takes_target else None
-                    probes = PROBES if base == "tensor.norm" else None
-                    maps = batch.maps(base, out_token, targets=wanted, probes=probes)
-                else:
-                    tensors = tensors or list(batch)
-                    wanted = targets if base.startswith("gradient.") else [None] * len(items)
-                    maps = [
-                        T.map(base, out_token=out_token, target=one) for T, one in zip(tensors, wanted, strict=True)
-                    ]
+                wanted = targets if METHODS[base].takes_target else None
+                maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
             except (TensorLensError, torch.OutOfMemoryError) as error:
                 for one in found:
                     one["missing"][name] = reason_of(error)

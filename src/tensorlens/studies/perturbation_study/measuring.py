@@ -23,7 +23,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.intervals import short
-from tensorlens.studies.members import member_lens, split
+from tensorlens.studies.options import member_lens, split
 from tensorlens.studies.perturbation_study.drawing import SamplePiece
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,

@@ -7,8 +7,7 @@ from typing import Literal
 
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import METHODS
-from tensorlens.studies.members import check_member, split
-from tensorlens.studies.options import Options, checked_names
+from tensorlens.studies.options import Options, check_member, checked_names, split
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
 
 PRESETS = ("strict", "paper-like")
