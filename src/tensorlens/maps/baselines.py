@@ -30,7 +30,7 @@ from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.one_pass import record
+from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}

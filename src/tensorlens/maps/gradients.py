@@ -20,7 +20,7 @@ from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.one_pass import record
+from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording
 
 N_STEPS = 32

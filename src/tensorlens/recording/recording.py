@@ -23,8 +23,8 @@ from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.module_paths import Weights
 from tensorlens.recording.sinks import with_live_sinks
-from tensorlens.recording.weights import Weights
 
 Heads = Mapping[int, Tensor]
 """Multipliers of heads, by block."""
