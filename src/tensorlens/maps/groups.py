@@ -330,7 +330,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
 
 
 def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
-    """Whether these are offsets of this text: files come from strangers."""
+    """Whether these are offsets of this text: files may come from anywhere."""
     if not isinstance(offsets, list) or len(offsets) != n_tokens:
         return False
     pairs = [pair for pair in offsets if pair is not None]

@@ -49,7 +49,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     """How much each input token contributes to each output token: row i, column j is i ← j.
 
     Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
-    form (tuples as lists, keys as strings), so that a saved map comes back equal.
+    form (tuples as lists, keys as strings), so a saved map comes back equal.
 
     Attributes:
         scores: one row per output, one column per input.
