@@ -8,7 +8,7 @@ Conventions, once for the whole file:
 
 * A token is a row and a weight acts on the right, $XW$ (`torch.nn.Linear` stores the transpose).
 * An operator is the $LD \times LD$ matrix of Eq. 5 and a bias is $\mathrm{vec}[B]$, so that a line
-  of code reads like a line of the paper. `axes.fold` gives the (L, D, L, D) tensor, which is what
+  of code reads like a line of the paper. Reshaped, it is the (L, D, L, D) tensor, which is what
   Eqs. 4 and 20-24 take, since the paper writes them with four indices.
 * The paper's vec stacks columns, torch stores rows. Hence every Kronecker product below has its two
   factors in the opposite order: $A \otimes B^\top$ for the printed $B^\top \otimes A$.
@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens.axes import Attention, FullTensor, Hidden, TokenMatrix, unfold, unvec, vec
+from tensorlens.axes import FullTensor, Hidden, TokenMatrix
 
 Operator = Float[Tensor, "rows columns"]
 """A linear map of hidden states as the matrix that acts on their `vec`."""
@@ -51,11 +51,35 @@ OutHeads = Float[Tensor, "head head_channel channel"]
 GateConvention = Literal["freeze_gate", "freeze_up", "half"]
 
 
+Attention = Float[Tensor, "head out_token in_token"]
+"""Attention probabilities A_h of one block."""
+
+
 class Affine(NamedTuple):
     r"""A sub-layer, block or model at one input: $\mathrm{vec}[f(X)] = T\,\mathrm{vec}[X] + \mathrm{vec}[B]$."""
 
     tensor: Operator
     bias: Vector
+
+
+def vec(x: Float[Tensor, "token channel"]) -> Float[Tensor, "token_channel"]:  # noqa: UP037
+    r"""Flatten a hidden state row by row: index $l \cdot D + d$.
+
+    Paper: its vec stacks columns, so that $\mathrm{vec}[AXB] = (B^\top \otimes A)\,\mathrm{vec}[X]$.
+    Torch stores rows, where the same operator is $A \otimes B^\top$.
+    """
+    return x.reshape(-1)
+
+
+def unvec(v: Float[Tensor, "token_channel"], n_tokens: int) -> Float[Tensor, "token channel"]:  # noqa: UP037
+    """Undo `vec` for a hidden state of `n_tokens` rows."""
+    return v.reshape(n_tokens, -1)
+
+
+def unfold(tensor: FullTensor) -> Float[Tensor, "rows columns"]:
+    r"""The L·D × L·D matrix $T_{mat}$ with $\mathrm{vec}[T(X)] = T_{mat}\,\mathrm{vec}[X]$ (Eq. 5), rows first."""
+    n_out, d_out, n_in, d_in = tensor.shape
+    return tensor.reshape(n_out * d_out, n_in * d_in)
 
 
 # --- Prerequisites ---------------------------------------------------------------------------------

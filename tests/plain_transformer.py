@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tensorlens.axes import fold, unvec
-
 Site = tuple[int, str]
 Hold = Callable[[Site, Tensor], Tensor]
 
@@ -225,4 +223,5 @@ def written_out(model: PlainTransformer, x: Tensor, bias: Callable[..., Tensor] 
     """T of shape (L, D, L, D) and B of shape (L, D) at `x`, without autograd."""
     tensors, biases = zip(*blocks(model, x, bias), strict=True)
     T, B = eq.chain(tensors, biases)
-    return fold(T, len(x)), unvec(B, len(x))
+    n = len(x)
+    return T.reshape(n, -1, n, len(T) // n), eq.unvec(B, n)

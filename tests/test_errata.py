@@ -14,8 +14,6 @@ import torch
 from plain_transformer import PlainTransformer, blocks, ffn_part, gap, norm_part, randn, written_out
 from torch.nn import functional as F
 
-from tensorlens.axes import unfold, unvec
-
 EXACT = 1e-12
 L, D = 5, PlainTransformer.n_channels
 LLAMA = {"layout": "pre_ln", "norm": "rms", "ffn": "swiglu", "is_causal": True, "n_kv_heads": 2, "has_biases": False}
@@ -45,7 +43,7 @@ def test_erratum_2_attention_bias_needs_sum_over_heads_and_row_sums():
     values = x @ heads["w_value"] + heads["b_value"][:, None]
     for A, B in ((softmax, true), (sink, with_sink)):
         T = eq.attention_tensor(A, heads["w_value"], heads["w_out"])
-        assert gap(eq.apply(T, x) + unvec(B, L), (A @ values @ heads["w_out"]).sum(0) + b_out) < EXACT
+        assert gap(eq.apply(T, x) + eq.unvec(B, L), (A @ values @ heads["w_out"]).sum(0) + b_out) < EXACT
     assert gap(all_heads, true) < EXACT
     errors = [gap(b, true) for b in one_head]
     assert (min(errors), max(errors)) == (quoted(0.355), quoted(0.810))
@@ -159,7 +157,7 @@ def test_erratum_6_gated_bounds_are_reached():
 def test_erratum_7_proposition_needs_bias():
     model, x, delta = PlainTransformer(), randn(L, D), 1e-3 * randn(L, D, seed=6)
     (T, B), moved = written_out(model, x), model(x + delta)
-    bound = eq.proposition_bound(unfold(T), delta, model(x), moved)
+    bound = eq.proposition_bound(eq.unfold(T), delta, model(x), moved)
     with_bias, as_printed = ((eq.contract(T, x + delta) + b - moved).norm() for b in (B, 0))
     assert with_bias <= bound
     assert float(as_printed / bound) == quoted(680)
@@ -167,7 +165,7 @@ def test_erratum_7_proposition_needs_bias():
 
 def test_erratum_7_proposition_holds_for_a_constant_too():
     model, x, delta = PlainTransformer(), randn(L, D), 0.1 * randn(L, D, seed=6)
-    T, moved, nothing = unfold(written_out(model, x)[0]), model(x + delta), torch.zeros(L * D, L * D, dtype=x.dtype)
+    T, moved, nothing = eq.unfold(written_out(model, x)[0]), model(x + delta), torch.zeros(L * D, L * D, dtype=x.dtype)
     constant = eq.proposition_bound(nothing, delta, model(x), moved)
     assert float((model(x) - moved).norm()) <= constant
     assert constant / eq.proposition_bound(T, delta, model(x), moved) == quoted(0.121)
@@ -197,7 +195,7 @@ def test_class_sum_needs_the_final_norm_inside(layout):
 )
 def test_tensor_is_not_the_jacobian_of_the_model(layout, distance):
     model, x = PlainTransformer(layout), randn(L, D)
-    T, J = unfold(written_out(model, x)[0]), eq.jacobian_tensor(model, x)
+    T, J = eq.unfold(written_out(model, x)[0]), eq.jacobian_tensor(model, x)
     assert gap(T, J) == quoted(distance)
     step = 1e-6 * randn(L, D, seed=6)
     change = model(x + step) - model(x)

@@ -15,8 +15,6 @@ from pytest import approx
 from torch import nn
 from torch.nn import functional as F
 
-from tensorlens.axes import unfold, unvec, vec
-
 EXACT = 1e-12
 L, D = 5, PlainTransformer.n_channels
 FFNS = ["gelu", "silu", *(f"{kind}-{gate}" for kind in ("swiglu", "geglu") for gate in eq.UP_SHARE)]
@@ -51,13 +49,13 @@ def test_eq01_to_eq03_the_plain_transformer_is_the_one_of_torch(layout):
 def test_prerequisites_both_vec_conventions_are_one_operator():
     A, X, B = randn(L, L, seed=2), randn(L, D), randn(D, D, seed=3)
     rows, columns = eq.bilinear(A, B), eq.bilinear_columns(A, B)
-    assert gap(rows @ vec(X), vec(A @ X @ B)) < EXACT
+    assert gap(rows @ eq.vec(X), eq.vec(A @ X @ B)) < EXACT
     assert gap(columns @ eq.vec_columns(X), eq.vec_columns(A @ X @ B)) < EXACT
     assert gap(eq.columns_to_rows(columns, L), rows) < EXACT
     # Mixed up, the shapes agree and the numbers do not.
-    assert gap(columns @ vec(X), vec(A @ X @ B)) > 1
-    assert gap(eq.right_product(B, L) @ vec(X), vec(X @ B)) < EXACT
-    assert gap(eq.hadamard(A @ X) @ vec(X), vec((A @ X) * X)) < EXACT
+    assert gap(columns @ eq.vec(X), eq.vec(A @ X @ B)) > 1
+    assert gap(eq.right_product(B, L) @ eq.vec(X), eq.vec(X @ B)) < EXACT
+    assert gap(eq.hadamard(A @ X) @ eq.vec(X), eq.vec((A @ X) * X)) < EXACT
 
 
 def test_eq04_contraction():
@@ -68,8 +66,8 @@ def test_eq04_contraction():
 
 def test_eq05_unfolding():
     T, X = randn(L, D, L, D), randn(L, D, seed=2)
-    assert gap(unfold(T) @ vec(X), vec(eq.contract(T, X))) < EXACT
-    assert gap(eq.apply(unfold(T), X), eq.contract(T, X)) < EXACT
+    assert gap(eq.unfold(T) @ eq.vec(X), eq.vec(eq.contract(T, X))) < EXACT
+    assert gap(eq.apply(eq.unfold(T), X), eq.contract(T, X)) < EXACT
 
 
 @pytest.mark.parametrize(("is_causal", "n_kv_heads"), [(False, 4), (True, 4), (True, 2), (False, 1)])
@@ -80,7 +78,7 @@ def test_eq06_to_eq09_attention_tensor(is_causal, n_kv_heads):
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     expected = mixed.transpose(0, 1).flatten(1) @ w["w_out"] + w["b_out"]
     A, B = parts(model, factors, 0)["attention"]
-    assert gap(eq.apply(A, x) + unvec(B, L), expected) < EXACT
+    assert gap(eq.apply(A, x) + eq.unvec(B, L), expected) < EXACT
     heads, by_head = model.heads(0), factors[0, "attention"]
     printed = [
         eq.bilinear_columns(A_h, v @ o) for A_h, v, o in zip(by_head, heads["w_value"], heads["w_out"], strict=True)
@@ -98,7 +96,7 @@ def test_eq10_and_eq11_norm_tensor(norm):
     layer = F.layer_norm(x, (D,), w["scale_norm_1"], w["b_norm_1"], model.eps)
     expected = layer if norm == "layer" else F.rms_norm(x, (D,), w["scale_norm_1"], model.eps)
     T, shift = parts(model, model.factors(x), 0)["norm_1"]
-    assert gap(eq.apply(T, x) + unvec(shift, L), expected) < EXACT
+    assert gap(eq.apply(T, x) + eq.unvec(shift, L), expected) < EXACT
     one_at_every_channel = torch.ones_like(x)
     assert (eq.apply(T, one_at_every_channel).norm() < EXACT) == (norm == "layer")
 
@@ -127,7 +125,7 @@ def test_eq12_to_eq14_ffn_tensor(ffn):
     z = x @ w["w_up"] + w["b_up"]
     gain = eq.ACTIVATION_GAINS[ffn](z)
     M, B = eq.ffn_tensor(w["w_up"], gain, w["w_down"]), eq.ffn_bias(w["b_up"], gain, w["w_down"], w["b_down"])
-    assert gap(eq.apply(M, x) + unvec(B, L), phi(z) @ w["w_down"] + w["b_down"]) < EXACT
+    assert gap(eq.apply(M, x) + eq.unvec(B, L), phi(z) @ w["w_down"] + w["b_down"]) < EXACT
     no_input = eq.ACTIVATION_GAINS[ffn](torch.zeros_like(z))
     assert eq.ffn_tensor(w["w_up"], no_input, w["w_down"]).isfinite().all()
 
@@ -139,7 +137,7 @@ def test_gated_ffn_is_counted_once(gate):
     expected = (F.silu(x @ w["w_gate"] + w["b_gate"]) * (x @ w["w_up"] + w["b_up"])) @ w["w_down"] + w["b_down"]
     M, B = ffn_part(model, factors, 0)
     assert gap(found, expected) < EXACT
-    assert gap(eq.apply(M, x) + unvec(B, L), expected) < EXACT
+    assert gap(eq.apply(M, x) + eq.unvec(B, L), expected) < EXACT
 
 
 def test_gated_ffn_with_both_branches_live_counts_twice():
@@ -175,8 +173,8 @@ def test_eq17_eq19_eq27_eq28_three_witnesses(layout, norm, ffn, is_causal):
     T, B = written_out(model, x)
     by_autograd = eq.jacobian_tensor(model.patched, x)
     by_units = eq.unit_input_tensor(lambda u: model.replay(u, factors), eq.unit_inputs(L, D, x.dtype))
-    assert gap(unfold(T), by_autograd) < EXACT
-    assert gap(unfold(T), by_units) < EXACT
+    assert gap(eq.unfold(T), by_autograd) < EXACT
+    assert gap(eq.unfold(T), by_units) < EXACT
     # Eq. 20, and F̃ is affine everywhere, not only where it was recorded.
     assert gap(eq.contract(T, x) + B, model(x)) < EXACT
     elsewhere = 10 * randn(L, D, seed=9)
@@ -237,7 +235,7 @@ def test_eq21_norm_collapses():
     spectral = [[torch.linalg.svdvals(T[i, :, j])[0] for j in range(L)] for i in range(L)]
     assert gap(eq.norm_frobenius(T), torch.tensor(frobenius, dtype=T.dtype)) < EXACT
     assert gap(eq.norm_spectral(T), torch.tensor(spectral, dtype=T.dtype)) < EXACT
-    assert (eq.norm_spectral(T) <= eq.matrix_norm(unfold(T))).all()
+    assert (eq.norm_spectral(T) <= eq.matrix_norm(eq.unfold(T))).all()
 
 
 @layouts
@@ -277,7 +275,7 @@ def test_eq28_unit_inputs_as_printed_need_a_model_without_biases():
     for has_biases in (False, True):
         model = PlainTransformer(has_biases=has_biases)
         printed = model.replay(units, model.factors(x)).flatten(1).T
-        error = gap(printed, unfold(written_out(model, x)[0]))
+        error = gap(printed, eq.unfold(written_out(model, x)[0]))
         assert error > 1 if has_biases else error < EXACT
 
 
@@ -292,7 +290,7 @@ def test_eq25_eq29_eq30_proposition(layout, size):
     error = eq.contract(T, x + delta) + B - moved
     # The second line of the proof, with its sign put right.
     assert gap(eq.contract(T, delta) + model(x) - moved, error) < 1e-10
-    assert error.norm() <= eq.proposition_bound(unfold(T), delta, model(x), moved)
+    assert error.norm() <= eq.proposition_bound(eq.unfold(T), delta, model(x), moved)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -358,7 +356,7 @@ def test_eq33_and_eq34_bound_of_the_whole_model(layout, norm, ffn):
     final = 1.0
     if model.has_final_norm:
         final = float(model.weights[N]["scale_final"].abs().max() * factors[N, "final"].max())
-    assert eq.matrix_norm(unfold(written_out(model, x)[0])) <= eq.model_bound(by_block, final)
+    assert eq.matrix_norm(eq.unfold(written_out(model, x)[0])) <= eq.model_bound(by_block, final)
 
 
 @layouts

@@ -47,7 +47,7 @@ if (long.length) {
   const box = document.createElement("input");
   box.className = "row-filter";
   box.type = "search";
-  box.placeholder = "Filter the tables of this page, such as: llama";
+  box.placeholder = "Filter the tables of this page";
   box.setAttribute("aria-label", "Filter the tables of this page");
   box.addEventListener("input", () => filterRows(box.value.toLowerCase().split(/\s+/).filter(Boolean)));
   document.querySelector(".md-content h1").after(box);

@@ -1,4 +1,4 @@
-"""Names of axes, shapes of tensors, and the one place that knows how a matrix is flattened.
+"""Names of axes, and shapes of tensors.
 
 Axis glossary, the same words everywhere:
 
@@ -37,9 +37,6 @@ FullTensor = Float[Tensor, "out_token out_channel in_token in_channel"]
 TokenMatrix = Float[Tensor, "out_token in_token"]
 """A token map: one row per output, one column per input."""
 
-Attention = Float[Tensor, "head out_token in_token"]
-"""Attention probabilities A_h of one block."""
-
 
 class Range(NamedTuple):
     """Positions `start` to `stop` - 1."""
@@ -51,29 +48,3 @@ class Range(NamedTuple):
     def size(self) -> int:
         """How many positions."""
         return self.stop - self.start
-
-
-def vec(x: Float[Tensor, "token channel"]) -> Float[Tensor, "token_channel"]:  # noqa: UP037
-    r"""Flatten a hidden state row by row: index $l \cdot D + d$.
-
-    Paper: its vec stacks columns, so that $\mathrm{vec}[AXB] = (B^\top \otimes A)\,\mathrm{vec}[X]$.
-    Torch stores rows, where the same operator is $A \otimes B^\top$.
-    """
-    return x.reshape(-1)
-
-
-def unvec(v: Float[Tensor, "token_channel"], n_tokens: int) -> Float[Tensor, "token channel"]:  # noqa: UP037
-    """Undo `vec` for a hidden state of `n_tokens` rows."""
-    return v.reshape(n_tokens, -1)
-
-
-def unfold(tensor: FullTensor) -> Float[Tensor, "rows columns"]:
-    r"""The L·D × L·D matrix $T_{mat}$ with $\mathrm{vec}[T(X)] = T_{mat}\,\mathrm{vec}[X]$ (Eq. 5), rows first."""
-    n_out, d_out, n_in, d_in = tensor.shape
-    return tensor.reshape(n_out * d_out, n_in * d_in)
-
-
-def fold(matrix: Float[Tensor, "rows columns"], n_tokens: int) -> FullTensor:
-    """Undo `unfold` for a square operator on `n_tokens` tokens."""
-    n_channels = matrix.shape[0] // n_tokens
-    return matrix.reshape(n_tokens, n_channels, n_tokens, n_channels)

@@ -10,7 +10,7 @@ words. With `outputs="later"` it is Σ_{i' ≥ i} T[i', :, i, :] instead, averag
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,13 +27,15 @@ from tensorlens import cancel
 from tensorlens.batches import Batch
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
+from tensorlens.inside.block import StreamPass
+from tensorlens.inside.features import read_slot
 from tensorlens.lens_files import lens_payload, read_lens
 from tensorlens.maps.targets import Classes, Said
 from tensorlens.models.layouts import state_of
 from tensorlens.models.modes import own_modes
 from tensorlens.models.runner import run
 from tensorlens.models.samples import check_several
-from tensorlens.operators.operator import check_token
+from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
@@ -68,7 +70,8 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
         corpus: For each block and token, the words that the mean operator reads in the state entering the block.
         plain: The plain logit lens: the model's own head applied to the state.
         first: The first block that is read.
-        identity: For each block, the share of the identity in the mean operator: what the plain reading would give.
+        identity: For each row, the share of the identity in the mean operator: what the plain reading would give.
+        places: What each row is read from, if not the states that enter blocks alone.
     """
 
     tokens: tuple[str, ...]
@@ -76,6 +79,7 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     plain: Reading
     first: Index = 0
     identity: tuple[float, ...] = ()
+    places: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check that both read every block at every token."""
@@ -96,7 +100,11 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     def _table(self) -> Table:
         """The first word of the mean operator, by block and token."""
         words = np.array([[said[0].name if said else "" for said in row] for row in self.corpus], dtype=object)
-        return Table(words, [f"block {n}" for n in range(len(words))], self.tokens)
+        return Table(words, [f"block {name}" for name in self._names], self.tokens)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.places or tuple(str(self.first + n) for n in range(len(self.corpus)))
 
     def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one token
         self, token: int = -1, console: Console | None = None
@@ -112,7 +120,7 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
         both = enumerate(zip(self.corpus, self.plain, strict=True))
         shares = [f"{share:.0%}" for share in self.identity] or [""] * len(self.corpus)
         rows = [
-            (str(self.first + n), shares[n], *(", ".join(repr(word.name) for word in one[token]) for one in pair))
+            (self._names[n], shares[n], *(", ".join(repr(word.name) for word in one[token]) for one in pair))
             for n, pair in both
         ]
         yield table(("block", "identity", "corpus", "logit lens"), rows)
@@ -127,6 +135,8 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         outputs: ``"own"``: from a token to itself. ``"later"``: from a token to itself and all later ones, summed.
         n_texts: How many texts it is the mean of.
         first: The block of the first matrix; published lenses start after the first block.
+        middle: The same matrices from the stream after the attention of each block, where these were asked for.
+        middle_bias: Their constants.
         meta: Model, versions, rules, positions left out, probes.
     """
 
@@ -135,6 +145,8 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     outputs: Outputs
     n_texts: Index
     first: Index = 0
+    middle: Float[Tensor, "block out_channel in_channel"] | None = None
+    middle_bias: Float[Tensor, "block out_channel"] | None = None
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
     loadable: ClassVar[tuple[str, ...]] = (".safetensors",)
@@ -149,6 +161,10 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             )
         if self.outputs not in get_args(Outputs):
             raise InputError(f"`outputs` must be 'own' or 'later'; got {self.outputs!r:.60}.")
+        n, (n_out, n_in) = self.first + len(self.matrices), self.matrices.shape[1:]
+        inner = [None if one is None else tuple(one.shape) for one in (self.middle, self.middle_bias)]
+        if inner not in ([None, None], [(n, n_out, n_in), (n, n_out)]):
+            raise InputError(f"Expected matrices and constants after attention of the same channels; got {inner}.")
 
     def __repr__(self) -> str:
         """One line: sizes."""
@@ -169,10 +185,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     @property
     def identity_shares(self) -> Float[Tensor, " block"]:
         r"""The share of the identity in each $M_n$: $(\mathrm{tr} M)^2 / (D \lVert M \rVert^2)$, from 0 to 1."""
-        traces = self.matrices.diagonal(dim1=1, dim2=2).sum(1)
-        return traces.square() / (self.matrices.shape[-1] * self.matrices.square().sum((1, 2))).clamp_min(
-            torch.finfo(traces.dtype).tiny
-        )
+        return _identity_shares(self.matrices)
 
     def save(  # pyright: ignore[reportIncompatibleMethodOverride] -- it has another format
         self, path: str | Path, *, format: LensFormat = "tensorlens"
@@ -195,7 +208,8 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 f"A Jacobian lens is a .pt file of operators before the final norm; got {Path(path).name!r}. Fit with "
                 "`Rules.jacobian(include_final_norm=False)`, outputs='later'."
             )
-        own = {"outputs": self.outputs, "meta": to_json(self.meta)}
+        own: dict[str, Any] = {"outputs": self.outputs, "meta": to_json(self.meta)}
+        own |= {} if self.middle is None else {"middle": self.middle, "middle_bias": self.middle_bias}
         payload = lens_payload(self.matrices, self.bias, self.first, self.n_texts, self.meta, own)
         return write_whole(Path(path), lambda file: torch.save(payload, file))
 
@@ -207,7 +221,8 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         found = read_lens(Path(path))
         own = found.pop("own")
         known = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | found["meta"]
-        return cls(**found | {"meta": known, "outputs": own["outputs"] if own else "later"})
+        inner = {name: own[name] for name in ("middle", "middle_bias") if name in own}
+        return cls(**found | inner | {"meta": known, "outputs": own["outputs"] if own else "later"})
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
@@ -225,6 +240,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         batch_size: int = 4,
         skip_first: int = 0,
         skip_last: int = 0,
+        middle: bool = False,
         seed: int = 0,
         progress: bool | None = None,
     ) -> CorpusTensor:
@@ -239,13 +255,14 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             batch_size: How many texts share one recording.
             skip_first: Positions at the start of each text that do not count, neither as source nor as output.
             skip_last: The same at the end.
+            middle: Whether to average from the stream after the attention of each block, too.
             seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
         """
         if outputs not in get_args(Outputs):
             raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
         check_several(texts)
-        sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed))
+        sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)
         rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)
         with tqdm(unit=" texts", disable=None if progress is None else not progress) as bar:
             while some := list(islice(rest, batch_size)):
@@ -256,9 +273,13 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             raise InputError(
                 f"Expected texts with more than {skip_first + skip_last} tokens; got {sums.n_short} shorter ones."
             )
+        matrices, bias = ((one / sums.n_texts).cpu() for one in (sums.matrices, sums.bias))
+        n = len(matrices) // 2 if middle else len(matrices)  # the states that enter blocks, then those after attention
         return cls(
-            matrices=(sums.matrices / sums.n_texts).cpu(),
-            bias=(sums.bias / sums.n_texts).cpu(),
+            matrices=matrices[:n],
+            bias=bias[:n],
+            middle=matrices[n:] if middle else None,
+            middle_bias=bias[n:] if middle else None,
             outputs=outputs,
             n_texts=sums.n_texts,
             meta={
@@ -286,18 +307,33 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         rules = self.meta.get("rules")
         is_normed = not isinstance(rules, dict) or rules.get("include_final_norm", True)
         read = unembedded if is_normed else logits_from
+        places: list[Any] = [
+            (str(n), states[n], *pair) for n, pair in enumerate(zip(self.matrices, self.bias, strict=True), self.first)
+        ]
+        if self.middle is not None and self.middle_bias is not None:
+            inner = zip(after_attention(recording).items(), self.middle, self.middle_bias, strict=True)
+            places += [
+                (f"{n}, after attention", recording.values(n, [slot])[slot][0], *pair) for (n, slot), *pair in inner
+            ]
+            places.sort(key=lambda one: int(one[0].partition(",")[0]))
         corpus, plain = [], []
-        for n, state in enumerate(states[self.first :]):
-            y = state @ self.matrices[n].to(state).T + self.bias[n].to(state)
-            corpus.append(_said(read(recording, y), classes, k))
+        for _, state, matrix, bias in places:
+            corpus.append(_said(read(recording, state @ matrix.to(state).T + bias.to(state)), classes, k))
             plain.append(_said(logits_from(recording, state), classes, k))
         return CorpusReading(
             tokens=T.tokens,
             corpus=tuple(corpus),
             plain=tuple(plain),
             first=self.first,
-            identity=tuple(self.identity_shares.tolist()),
+            identity=tuple(_identity_shares(torch.stack([one[2] for one in places])).tolist()),
+            places=() if self.middle is None else tuple(one[0] for one in places),
         )
+
+
+def _identity_shares(matrices: Tensor) -> Tensor:
+    traces = matrices.diagonal(dim1=1, dim2=2).sum(1)
+    sizes = matrices.shape[-1] * matrices.square().sum((1, 2))
+    return traces.square() / sizes.clamp_min(torch.finfo(traces.dtype).tiny)
 
 
 def _said(logits: Tensor, classes: Classes, k: int) -> tuple[tuple[Said, ...], ...]:
@@ -313,6 +349,7 @@ class _Sums:
     skip_first: int
     skip_last: int
     generator: torch.Generator
+    middle: bool = False
     n_texts: int = 0
     n_short: int = 0
     n_probes: int | None = None
@@ -357,11 +394,13 @@ class _Sums:
             yield units.expand(len(rows), *end.shape) * counted[..., None]
 
     def _pull(self, recording: Recording, cotangents: Tensor, share: Tensor) -> None:
-        states, end = recording.states[:-1], recording.states[-1]
+        inner = after_attention(recording) if self.middle else {}
+        states, end = [*recording.states[:-1]], recording.states[-1]
+        states += [recording.values(n, [slot])[slot] for n, slot in inner.items()]
         if self.matrices is None or self.bias is None:
             self.matrices = end.new_zeros(len(states), end.shape[-1], states[0].shape[-1])
             self.bias = end.new_zeros(len(states), end.shape[-1])
-        for n, pulled in at_depths(recording, cotangents):
+        for n, pulled in at_depths(recording, cotangents, inner):
             weighted = pulled * share[..., None]
             # With Σ_r u_r u_rᵀ = 1, Σ_r u_r (Tᵀu_r)ᵀ is T; at one and the same token t, its block T[t, :, t, :].
             self.matrices[n] += torch.einsum("rsto,rsti->oi", cotangents, weighted)
@@ -386,14 +425,38 @@ def check_one_stream(recording: Recording) -> None:
         )
 
 
-def at_depths(recording: Recording, cotangents: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Cotangents (row, sample, token, channel) of $X^N$ at the state that enters each block, from the last block."""
-    pieces = recording.pieces(Span(0, recording.n_blocks))
+def at_depths(
+    recording: Recording, cotangents: Tensor, inner: Mapping[int, int] | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Cotangents (row, sample, token, channel) of $X^N$ at the state that enters each block, from the last block.
+
+    Also at slots of `inner`, one for each block: that of block n is number N + n.
+    """
+    pieces, inner = recording.pieces(Span(0, recording.n_blocks)), inner or {}
     waiting = {pieces.program.outputs[0]: cotangents}
     for n in reversed(range(recording.n_blocks)):
         pieces.programs[n].load()
-        waiting = of_each(lambda one, n=n: pieces.pull(n, one)[1], waiting)
+        slots = [inner[n]] if inner else []
+        found, waiting = of_each(lambda one, n=n, slots=slots: pieces.pull(n, one, slots), waiting)
+        yield from ((recording.n_blocks + n, found[slot]) for slot in slots)
         yield n, waiting[recording.slots[n][0]]
+
+
+def after_attention(recording: Recording) -> dict[int, int]:
+    """By block, the slot of the stream between its attention and its feed-forward.
+
+    Raises:
+        MethodError: a block adds both at once, or they cannot be told apart.
+    """
+    span = Span(0, recording.n_blocks)
+    run, specs = StreamPass(FrozenOperator(recording), recording.pieces(span)), recording.program.specs
+    found = {n: read_slot(run.block(n), "feed-forward", "stream")[0] for n in range(*span)}
+    for n, slot in found.items():
+        if slot == run.entry(n) or specs[slot].shape != specs[run.entry(n)].shape:
+            raise MethodError(
+                f"Block {n} of `{recording.name}` has no state between attention and feed-forward; leave `middle` out."
+            )
+    return found
 
 
 def unembedded(recording: Recording, states: Tensor) -> Tensor:

@@ -70,6 +70,44 @@ def test_later_outputs_are_summed_before_the_final_norm() -> None:
     torch.testing.assert_close(fitted.matrices[1], torch.stack(means).mean(0), **CLOSE)
 
 
+def test_a_lens_reads_inside_a_block_too(tmp_path: Any) -> None:
+    """From the stream after attention: against plain autograd, through both files, and in words."""
+    model: Any = zoo.build("gpt2", "eager")
+    lens = tl.Lens(model, rules=tl.Rules.jacobian(include_final_norm=False))
+    fitted = tl.CorpusTensor.fit(lens, TEXTS, batch_size=2, outputs="later", middle=True, progress=False)
+    whole = tl.CorpusTensor.fit(lens, TEXTS, batch_size=2, outputs="later", progress=False)
+    torch.testing.assert_close(fitted.matrices, whole.matrices, **CLOSE)
+    assert fitted.middle is not None and whole.middle is None
+    means, states = [], []
+    for ids in TEXTS:
+        seen: dict[str, Tensor] = {}
+        handles = [
+            model.transformer.h[1].ln_2.register_forward_pre_hook(lambda m, a, seen=seen: seen.update(middle=a[0])),
+            model.transformer.ln_f.register_forward_pre_hook(lambda m, a, seen=seen: seen.update(last=a[0])),
+        ]
+        plain_hidden(model, ids)
+        [handle.remove() for handle in handles]
+        states.append(seen["middle"][0].detach())
+        rows = [
+            torch.autograd.grad(seen["last"][0, :, d].sum(), seen["middle"], retain_graph=True)[0][0].mean(0)
+            for d in range(16)
+        ]
+        means.append(torch.stack(rows))
+    torch.testing.assert_close(fitted.middle[1], torch.stack(means).mean(0), **CLOSE)
+    for path in (fitted.save(tmp_path / "lens.safetensors"), fitted.save(tmp_path / "lens.pt", format="jacobian-lens")):
+        back = tl.CorpusTensor.load(path)
+        assert back.middle is not None and torch.equal(back.middle, fitted.middle)
+        read = back.read(lens(TEXTS[0]), k=1)
+        assert read.places == ("0", "0, after attention", "1", "1, after attention", "2", "2, after attention")
+        with torch.no_grad():
+            words = model.lm_head(model.transformer.ln_f(states[0] @ fitted.middle[1].T)).argmax(-1)
+        assert [one[0].index for one in read.corpus[3]] == words.tolist()
+        assert len(read.identity) == 6
+    parallel = tl.Lens(zoo.build("neox-parallel"), rules=tl.Rules.jacobian())
+    with pytest.raises(tl.MethodError, match="between attention and feed-forward"):
+        tl.CorpusTensor.fit(parallel, TEXTS, middle=True, progress=False)
+
+
 def test_by_the_papers_rules_it_is_the_mean_of_the_blocks_of_T() -> None:
     lens = tl.Lens(zoo.build("llama", "sdpa"))
     fitted = tl.CorpusTensor.fit(lens, TEXTS, batch_size=3, progress=False)

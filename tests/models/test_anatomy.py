@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.families import tiny_models
 from torch import nn
 from torch.nn import functional as F
 from zoo import build, sample
@@ -424,3 +425,12 @@ def test_a_state_that_the_last_blocks_only_hand_on_is_not_taken_for_the_end():
     with pytest.raises(AnatomyError, match="passes the state"):
         tl.Lens(model)([3, 5, 7, 2])
     assert tl.Lens(model, blocks="first, second")([3, 5, 7, 2]).certificate().passed
+
+
+@pytest.mark.parametrize("kind", ["vision/clip", "vision/siglip", "audio/whisper", "audio/lasr_ctc"])
+def test_a_classifier_that_does_not_name_its_body_has_classes(kind: str):
+    """Its base model is itself: what it returns is not taken for a state."""
+    tiny = tiny_models.build(*kind.split("/"))
+    T = tl.Lens(tiny.model)(tiny.arguments)
+    assert T.shape[:2] == T.shape[2:] and T.shape[0] > 1
+    assert T.map("tensor.in_class", target=1).scores.shape[-1] == T.shape[2]

@@ -196,7 +196,7 @@ def test_what_modules_hold_is_reported() -> None:
     T = tensor("gpt2")
     certificate = T.certificate()
     mlp = certificate.held["transformer.h.1.mlp"]
-    assert 0 < mlp < 5 and len(certificate.held) > 20 and "held, at zero by at X" in str(certificate)
+    assert 0 < mlp < 5 and len(certificate.held) > 20 and "held, output at zero relative to X" in str(certificate)
     whole = certificate.held["transformer.ln_f"]
     assert whole == pytest.approx(float(T.bias.norm() / T.output.norm()))
 

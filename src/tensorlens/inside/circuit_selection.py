@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens.errors import MethodError, MissingExtraError
+from tensorlens.errors import MethodError, missing_extra
 
 CANDIDATES = 20
 """Edges that may be chosen, as a multiple of the budget: the heaviest, and of every component the two heaviest."""
@@ -30,7 +30,7 @@ def best_connected(weights: Tensor, is_wired: Tensor, budget: int) -> Tensor:
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
-        raise MissingExtraError("A budget needs scipy: pip install 'tensorlens[circuits]'.") from error
+        raise missing_extra("A budget", "scipy", "circuits") from error
     edges = _candidates(weights, is_wired, budget)
     n_edges, n_inner = len(edges), len(weights) - 1  # components that read and write
     # Variables: x of the edges, then z of the components. Writer 0 is the embedding, the last reader the target.

@@ -1,4 +1,4 @@
-"""The ground floor: checkpoints, and what a model looks like from outside.
+"""Checkpoints, and what a model looks like from outside.
 
 Everything that finds, converts and loads weights lives here: bundled packages, `.gguf` files, local folders and
 the hub (`loading`), the cache of converted copies (`cache`), and where the parts of a loaded model are (`anatomy`).

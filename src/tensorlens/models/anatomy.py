@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +39,13 @@ from tensorlens.models.around import (
 )
 from tensorlens.models.chains import (
     Chain,
-    entering,
     find_chain,
     find_encoder,
     is_in_list,
     leaving,
 )
 from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
-from tensorlens.models.evidence import Evidence, ModuleCall, Seen, watch
+from tensorlens.models.evidence import Evidence, ModuleCall, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED
 from tensorlens.models.module_calls import module_tree, own_methods
 from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
@@ -57,11 +56,10 @@ VOCABULARY_SHARE = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """The parts of a model that the operator speaks of.
+    """The parts of a model that the operator refers to.
 
     Attributes:
         model: The model as the user gave it, with its head.
-        body: The part without the head, as far as the model names one.
         stack: Paths of the lists that hold the blocks, or of the blocks themselves, with commas between them.
         blocks: The modules in question. Shared weights make one module several blocks: blocks are counted by call.
         unembedding: The linear layer from a token's state to the logits of a language model, if there is one.
@@ -88,7 +86,6 @@ class Anatomy:
     """
 
     model: nn.Module
-    body: nn.Module
     stack: str
     blocks: tuple[nn.Module, ...]
     unembedding: nn.Linear | None
@@ -124,9 +121,9 @@ class Anatomy:
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
     """Find the blocks of a model, where its body ends, and its head.
 
-    Types that say of themselves where their encoder, decoder and head are (as in transformers) are believed, if that
-    is what ran. In all others the blocks are the calls alike that follow each other, that one state flows through and
-    that hold most of the weights. Without evidence the largest list of modules is taken.
+    Types that say where their encoder, decoder and head are (as in transformers) are believed, if
+    those parts ran. In all others the blocks are similar calls that follow each other, that one state flows
+    through and that hold most of the weights. Without evidence the largest list of modules is taken.
 
     Args:
         model: Any model.
@@ -236,7 +233,7 @@ def _inside_compiled(model: nn.Module) -> nn.Module:
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
-    """Whether blocks ran by a method of theirs, so that only what is in them was seen."""
+    """Whether blocks ran through one of their methods, so only their parts were seen."""
     paths = {id(module): path for path, module in evidence.root.module.named_modules()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
@@ -252,7 +249,6 @@ def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
     encoder, of_encoder = (None, []) if found is None else found
     return Anatomy(
         model=model,
-        body=getattr(model, "base_model", model),
         stack=", ".join(dict.fromkeys(_paths(chain, evidence))),
         blocks=tuple({id(call.module): call.module for call in (*of_encoder, *chain)}.values()),
         unembedding=None,
@@ -272,14 +268,18 @@ def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
-    """The layer that made the tokens' embeddings: of those that lead to the first block, the one with most entries."""
+    """The layer that made embeddings of what the model took: of those before the first block, that with most entries.
+
+    Positions alone are not made of it.
+    """
+    of_input, before = evidence.after(range(evidence.n_inputs)), evidence.before({first.state.node})
     found = [
         call.module
         for call in evidence.calls[: first.number]
         if isinstance(call.module, nn.Embedding)
         and call.given
         and len(call.given[0].shape) > 2
-        and evidence.reaches({call.given[0].node}, entering(first).node)
+        and call.given[0].node in of_input & before
     ]
     return max(found, key=lambda layer: layer.num_embeddings, default=None)
 
@@ -304,7 +304,7 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         anatomy = replace(anatomy, embedding=_embedding_before(chain[0], evidence))
     ending = find_ending(chain, evidence, _known_body(anatomy, chain, evidence))
     head = _head(anatomy, ending, evidence)
-    ending = _read_by_head(ending, head.taken, evidence)
+    ending = _read_by_head(ending, head, evidence)
     state_place = leaving(chain[0], chain[1] if len(chain) > 1 else None, evidence)
     if ending.body_end is None:
         _refuse_if_aside(anatomy, chain[-1], state_place)
@@ -313,41 +313,32 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
     start = None if _is_known_type(anatomy.model) else start_before(chain, ends, evidence)
     return replace(
         anatomy if start is None else replace(anatomy, embedding=start.module, starts_early=True),
-        unembedding=head.unembedding,
+        unembedding=head,
         body_end=ending.body_end,
-        has_head=ending.has_head or head.unembedding is not None,
-        gives_raw_logits=_gives_raw_logits(head.unembedding, evidence),
+        has_head=ending.has_head or head is not None,
+        gives_raw_logits=_gives_raw_logits(head, evidence),
         readout=find_readout(evidence, ending.head_linear),
         channels=channel_axes((*encoder, *chain), ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
         beside=stacks_beside(chain, encoder, evidence),
-        n_alike=_count_alike(anatomy, (*encoder, *chain), head.unembedding, evidence),
+        n_alike=_count_alike(anatomy, (*encoder, *chain), head, evidence),
         entry_place=chain[0].place,
         state_place=state_place,
     )
 
 
-class _Head(NamedTuple):
-    """The unembedding, if there is one, and the tensors that it took, call by call."""
-
-    unembedding: nn.Linear | None
-    taken: list[Seen]
-
-
-def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> _Head:
+def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> nn.Linear | None:
     """The layer from states to logits of a vocabulary, if all that becomes of the state goes through its weights."""
     # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
     named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
     linear = ending.head_linear
-    unembedding = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
-    if unembedding is not None and not is_all_of_head(named or linear, ending, evidence):
-        unembedding = None
-    taken = [call.taken[0] for call in evidence.calls if call.module is unembedding and call.taken]
-    return _Head(unembedding, taken)
+    found = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
+    return found if found is not None and is_all_of_head(named or linear, ending, evidence) else None
 
 
-def _read_by_head(ending: Ending, taken: Sequence[Seen], evidence: Evidence) -> Ending:
+def _read_by_head(ending: Ending, head: nn.Linear | None, evidence: Evidence) -> Ending:
     """The same ending, or what the head reads where a final norm is a mere function, which no module call shows."""
+    taken = [call.state for call in evidence.calls if call.module is head and call.taken]
     if ending.body_end is not None or len(taken) != 1 or taken[0].shape != ending.state.shape:
         return ending
     is_same = evidence.is_same(taken[0].node, ending.state.node)
@@ -372,25 +363,20 @@ def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module
 def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | None:
     """The outermost module around the blocks that the head is not part of, for types that name their parts.
 
-    None where the model does not say: one module may do everything and return logits, and then what the unembedding
-    reads shows where the body ends.
+    None where the model does not say: one module may do everything and return logits, or call its body by another name
+    than it promises. Then what follows the blocks shows where the body ends.
     """
     if not _is_known_type(anatomy.model):
         return None
-    if anatomy.body is anatomy.model and anatomy.unembedding is None:
-        return None if _returns_logits(anatomy, chain, evidence) else ""
+    if getattr(anatomy.model, "base_model", anatomy.model) is anatomy.model and anatomy.unembedding is None:
+        last, output = chain[-1], evidence.output
+        state = last.given[leaving(last, None, evidence)]
+        is_state = output is None or (len(output.shape), output.shape[-1]) == (len(state.shape), state.shape[-1])
+        return "" if is_state else None
     for holder in reversed(list(chain[0].holders())):
         if holder.path and all(part is not anatomy.unembedding for part in holder.module.modules()):
             return holder.path
     return ""
-
-
-def _returns_logits(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> bool:
-    """Whether what the model returns has a channel for each token of its vocabulary, unlike its states."""
-    size, output = getattr(anatomy.embedding, "num_embeddings", None), evidence.output
-    if size is None or output is None or output.shape[-1] == entering(chain[-1]).shape[-1]:
-        return False
-    return output.shape[-1] >= VOCABULARY_SHARE * size
 
 
 def _as_unembedding(
@@ -415,7 +401,7 @@ def _as_unembedding(
 
 
 def _is_known_type(model: nn.Module) -> bool:
-    """Whether a model says of itself where its parts are, as those of transformers do."""
+    """Whether a model says where its own parts are, as those of transformers do."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
@@ -428,7 +414,6 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
     unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
         "model": model,
-        "body": getattr(model, "base_model", model),
         "unembedding": unembedding if isinstance(unembedding, nn.Linear) else None,
         "embedding": ask(model, "get_input_embeddings"),
     }
@@ -456,7 +441,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
 
 
 def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
-    """Refuse a last state that the last block has only handed on, beside another that it made."""
+    """Refuse a last state that the last block only passed on, beside another that it made."""
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(

@@ -1,7 +1,7 @@
 """What goes beside the one state from X⁰ to X^N.
 
 A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are no
-functions of X⁰: the operator holds them, in B and in the factors. That is exact, but must be said.
+functions of X⁰: the operator holds them, in B and in the factors. That is exact, but it must be reported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import Chain, entering, is_in_list
+from tensorlens.models.chains import Chain, is_in_list
 from tensorlens.models.evidence import Evidence, ModuleCall
 
 
@@ -23,12 +23,12 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
         ends: Nodes of what counts: X^N and the model's output.
         evidence: The pass in which they ran.
     """
-    starts = {entering(some[0]).node for some in (chain, encoder) if some}
+    starts = {some[0].state.node for some in (chain, encoder) if some}
     leads_there, leads_to_start = evidence.before(ends, starts), evidence.before(starts)
     from_start, from_input = evidence.after(starts), evidence.after(range(evidence.n_inputs))
     found: list[ModuleCall] = []
     for call in evidence.calls:
-        nodes = {seen.node for seen in call.given} & leads_there & from_input - from_start - leads_to_start
+        nodes = call.gave & leads_there & from_input - from_start - leads_to_start
         has_weights = any(weight.dim() > 1 for weight in call.module.parameters(recurse=False))
         if nodes and has_weights and not any(_reads(call, other, evidence) for other in found):
             found.append(call)
@@ -43,18 +43,18 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
     """
     own = {one.number for call in (*chain, *encoder) for one in (*call.walk(), *call.holders())}
     kinds = {type(call.module) for call in chain}
-    before = evidence.before({entering(chain[0]).node})
+    before = evidence.before({chain[0].state.node})
     behind = evidence.after({seen.node for call in chain for seen in call.given})
     found: list[str] = []
     for call in evidence.calls:
         is_like = type(call.module) in kinds and call.number not in own and call.taken and call.given
-        if is_like and not {seen.node for seen in call.given} & before and entering(call).node not in behind:
+        if is_like and not call.gave & before and call.state.node not in behind:
             found.append(call.path.rpartition(".")[0] if is_in_list(call, evidence) else call.path)
     return tuple(dict.fromkeys(found))
 
 
 def said_of(stack: str, beside: tuple[str, ...]) -> str:
-    """What a reader must know of stacks that ran beside the one an operator is about."""
+    """A note for the reader about stacks that ran beside the operator's own."""
     others = [path for path in beside if path not in stack.split(", ")]
     if not others:
         return f"`{stack}` was called again on another input; this operator describes the first call only"
@@ -70,7 +70,7 @@ def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> Modul
     Such as the embedding, where attention takes its norm and the residual is added outside of all modules that repeat.
     None where the first block takes all there is, or no call gives it.
     """
-    first, targets = entering(chain[0]), list(ends)
+    first, targets = chain[0].state, list(ends)
     behind = evidence.before({first.node}) & evidence.after(range(evidence.n_inputs))
     behind -= {*range(evidence.n_inputs), first.node}
 
@@ -103,14 +103,12 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
     """A second state beside the first, made of the same input, would be lost: only one of them is the operator's."""
     for a, b in pairwise(chain):
         for seen in b.taken[1:]:
-            is_state = (
-                any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != entering(b).node
-            )
+            is_state = any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != b.state.node
             firsts = [first for first in chain[0].taken[1:] if len(first.shape) == len(seen.shape)]
-            sources = evidence.roots(entering(chain[0]).node)
+            sources = evidence.roots(chain[0].state.node)
             if is_state and any(sources & evidence.roots(first.node) for first in firsts):
                 raise AnatomyError(
-                    f"`{b.path}` takes two states from earlier blocks, of shapes {entering(b).shape} and "
+                    f"`{b.path}` takes two states from earlier blocks, of shapes {b.state.shape} and "
                     f"{seen.shape}, both computed from the same input; expected one state that goes from block "
                     f"to block. "
                     "To look at a part in which one of them continues alone, pass the path of its list as `blocks=`."
@@ -118,7 +116,7 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
 
 
 def _reads(call: ModuleCall, other: ModuleCall, evidence: Evidence) -> bool:
-    sources = {seen.node for seen in other.given}
+    sources = other.gave
     return any(evidence.reaches(sources, seen.node, since=other.start) for seen in call.taken)
 
 

@@ -18,7 +18,7 @@ from tensorlens.errors import LoadError
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What files do not say of their model.
+    """What the files do not say about their model.
 
     Attributes:
         model: Class of transformers.
@@ -45,8 +45,8 @@ class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         name: What `load` accepts.
-        distributions: ``name==version`` of each package; these are uploads of single persons, so another version is
-            another, unseen content.
+        distributions: ``name==version`` of each package; these are uploads by individuals, so a different version
+            may have different, unseen content.
         files: `package/path` of each weight file or folder, in order.
         kind: How the files are stored. `torch folder` is a folder with a pickled state dict and a vocabulary,
             without a tokenizer transformers could read. Pieces of a `gguf` or a `zip` are its files in order.

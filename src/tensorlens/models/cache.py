@@ -1,7 +1,7 @@
 """Converted checkpoints, kept so that a conversion happens once.
 
-A finished copy is a folder under `cache_folder()`, named by its content. It appears by one rename, so that a reader
-sees a whole copy or none. Nothing here knows what is being converted.
+A finished copy is a folder under `cache_folder()`, named by its content. It appears by one rename, so a reader sees
+a whole copy or none. Nothing here knows what is being converted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorlens.errors import LoadError
 from tensorlens.models.foreign_files import is_no_room
 
 FORMAT = 1
-"""Raise this when converted copies of earlier versions must not be read any more."""
+"""Increase this when converted copies of earlier versions must no longer be read."""
 
 
 def cache_folder() -> Path:

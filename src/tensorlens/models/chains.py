@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tensorlens.models.evidence import Evidence, ModuleCall, Seen
+from tensorlens.models.evidence import Evidence, ModuleCall
 from tensorlens.models.stacks import CONTAINERS
 
 PASSIVE = (*CONTAINERS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
@@ -70,26 +70,21 @@ def put_states_first(evidence: Evidence) -> None:
 
 def _passes_on(a: ModuleCall, b: ModuleCall, place: int, evidence: Evidence) -> bool:
     """Whether b takes there what a made; a mask that a took and gave on as it was is nothing of its making."""
-    made = {seen.node for seen in a.given} - {seen.node for seen in a.taken}
+    made = a.gave - {seen.node for seen in a.taken}
     return evidence.reaches(made, b.taken[place].node, since=a.start)
-
-
-def entering(call: ModuleCall) -> Seen:
-    """The state that a block takes."""
-    return call.taken[0]
 
 
 def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> int:
     """Which of the tensors that a block gives is the state: the one that the next block takes, or most like its own."""
     if after is not None:
         for is_it in (
-            lambda seen: evidence.is_same(seen.node, entering(after).node),
-            lambda seen: evidence.reaches({seen.node}, entering(after).node, since=call.start),
+            lambda seen: evidence.is_same(seen.node, after.state.node),
+            lambda seen: evidence.reaches({seen.node}, after.state.node, since=call.start),
         ):
             found = [place for place, seen in enumerate(call.given) if is_it(seen)]
             if found:
                 return found[0]
-    return next((place for place, seen in enumerate(call.given) if seen.shape == entering(call).shape), 0)
+    return next((place for place, seen in enumerate(call.given) if seen.shape == call.state.shape), 0)
 
 
 def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] | None:
@@ -236,19 +231,19 @@ class _Search:
 
         def is_passed_by(n: int) -> bool:
             a, b, c = series[n - 1].blocks[-1], series[n].blocks[-1], series[n + 1].blocks[0]
-            sources, past = {seen.node for seen in a.given}, {seen.node for seen in b.given}
-            return self.evidence.reaches(sources - past, entering(c).node, past=past, since=a.start)
+            sources, past = a.gave, b.gave
+            return self.evidence.reaches(sources - past, c.state.node, past=past, since=a.start)
 
         return bool(inner) and all(map(is_passed_by, inner))
 
     def _flows(self, a: _Part, b: _Part, others: Sequence[_Part] = ()) -> bool:
         """Whether what one part gave reaches the state of another, and not only through what others gave."""
         last, first = a.blocks[-1], b.blocks[0]
-        sources = {seen.node for seen in last.given}
+        sources = last.gave
         past = {
             seen.node for part in others if part is not a and part is not b for seen in part.blocks[-1].given
         } - sources
-        return self.evidence.reaches(sources, entering(first).node, past=past, since=last.start)
+        return self.evidence.reaches(sources, first.state.node, past=past, since=last.start)
 
     def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
         """Whether the state of a stage goes through one of its parts at least, and not around all of them.
@@ -260,14 +255,14 @@ class _Search:
         entry = {seen.node for seen in stage.taken}
 
         def is_bypassed(part: _Part, target: int) -> bool:
-            first, given = part.blocks[0], {seen.node for seen in part.blocks[-1].given}
+            first, given = part.blocks[0], part.blocks[-1].gave
             since = min(start, *entry) if entry else start
             return any(
                 self.evidence.reaches(sources, target, past=given, since=since)
-                for sources in ({entering(first).node, *entry} - given, range(start, first.start))
+                for sources in ({first.state.node, *entry} - given, range(start, first.start))
             )
 
-        targets = [entering(part.blocks[0]).node for part in parts[1:]] + [seen.node for seen in stage.given[:1]]
+        targets = [part.blocks[0].state.node for part in parts[1:]] + [seen.node for seen in stage.given[:1]]
         cuts = [
             not self._is_layer(part) and not is_bypassed(part, target)
             for part, target in zip(parts, targets, strict=False)
@@ -276,7 +271,7 @@ class _Search:
 
     def _is_layer(self, part: _Part) -> bool:
         """Whether a part is linear layers alone, and changes the number of channels: one of attention's, with LoRA."""
-        taken, given = entering(part.blocks[0]).shape, part.blocks[-1].given[0].shape
+        taken, given = part.blocks[0].state.shape, part.blocks[-1].given[0].shape
         leaves = [leaf for leaf in part.call.module.modules() if not list(leaf.children())]
         is_linear = all(
             isinstance(leaf, PASSIVE) or any(weight.dim() > 1 for weight in leaf.parameters(recurse=False))

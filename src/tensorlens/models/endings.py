@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorlens.models.chains import Chain, entering, is_in_list, leaving
+from tensorlens.models.chains import Chain, is_in_list, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
 from tensorlens.models.module_calls import has_hooks
 
@@ -59,14 +59,14 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
 def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
     """Continue from the last block, through norms and the modules around the blocks, until a head begins.
 
-    What begins like a head may be beside the way, as a gate that says when to stop: a norm that all of the state goes
-    through later on, around it, is still the body's.
+    What begins like a head may be a side branch, such as a gate that says when to stop: a norm that all of the state
+    passes later, around it, still belongs to the body.
     """
     end: str | None = None
     heads: list[ModuleCall] = []
     for holder, follower in _followers(last):
         after = follower if follower is not None else holder
-        if not after.given or follower is not None and not _reads(follower, state, evidence):
+        if not after.given or follower is not None and not evidence.is_read(state, follower):
             continue
         given = after.given[0]
         if evidence.is_same(given.node, state.node) and math.prod(given.shape) == math.prod(state.shape):
@@ -100,7 +100,7 @@ def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidenc
 
 def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall | None:
     """The norm of all tokens that a head begins with, if it takes nothing else of the state."""
-    first = next((part for part in head.children if part.given and _reads(part, state, evidence)), None)
+    first = next((part for part in head.children if part.given and evidence.is_read(state, part)), None)
     if first is None or not head.given:
         return None
     given = first.given[0]
@@ -117,10 +117,6 @@ def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None
         yield from ((holder, call) for call in holder.children if call.number > inner.number)
         yield holder, None
         inner = holder
-
-
-def _reads(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
-    return any(evidence.reaches({state.node}, seen.node, since=state.node) for seen in call.taken)
 
 
 def _is_like(given: Seen, state: Seen) -> bool:
@@ -163,7 +159,7 @@ def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
         return True
     inside = [part for part in call.walk() if part is not call]
     mixing = [part for part in inside if any(p.dim() > 1 for p in part.module.parameters(recurse=False))]
-    reading = [part for part in inside if _reads(part, state, evidence)]
+    reading = [part for part in inside if evidence.is_read(state, part)]
     has_own = any(p.dim() > 1 for p in call.module.parameters(recurse=False))
     is_conditional = bool(reading) and not has_own and not any(part in reading for part in mixing)
     return is_conditional and any("norm" in type(part.module).__name__.lower() for part in reading)
@@ -222,7 +218,7 @@ _CHANNELS_SECOND = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
     """The channel axis of the state that enters each block, and of $X^N$: asked of those who read it."""
-    found = [_reading_axis(entering(call), call.walk(), evidence) for call in blocks]
+    found = [_reading_axis(call.state, call.walk(), evidence) for call in blocks]
     last = blocks[-1]
     end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), last)
     return (*found, _last_axis(found[-1], last, end, ending, evidence))
@@ -231,7 +227,7 @@ def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidenc
 def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: Ending, evidence: Evidence) -> int | None:
     """The channel axis of $X^N$: the first of several witnesses that knows."""
     state, is_block = ending.state, end is last
-    if is_block and state.shape == entering(end).shape and before is not None:
+    if is_block and state.shape == end.state.shape and before is not None:
         return before
     if not is_block and end.taken and end.taken[0].shape == state.shape:
         axis = _reading_axis(end.taken[0], end.walk(), evidence)
@@ -239,7 +235,7 @@ def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: En
             return axis
     # States may have been joined to one: what follows reads them.
     axis = _reading_axis(state, evidence.calls[end.number :], evidence)
-    if axis is None and len(state.shape) == len(entering(last).shape):  # or they are laid out as before
+    if axis is None and len(state.shape) == len(last.state.shape):  # or they are laid out as before
         axis = before
     return axis
 

@@ -1,7 +1,7 @@
 """`watch`: one plain pass of a model, and what was seen of it.
 
 Module calls are seen by hooks, the flow of values between them by a dispatch mode: every tensor that an operation makes
-is a node, whose parents are the nodes it was made from. Nothing of the pass is kept but numbers.
+is a node, whose parents are the nodes it was made from. Only numbers of the pass are kept.
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ class ModuleCall:
     place: int = 0
     sizes: tuple[Tensor, ...] = ()
 
+    @property
+    def state(self) -> Seen:
+        """The state that a block takes."""
+        return self.taken[0]
+
+    @property
+    def gave(self) -> set[int]:
+        """The nodes of what it returned."""
+        return {seen.node for seen in self.given}
+
     def walk(self) -> Iterator[ModuleCall]:
         """This call and all that were part of it, in order."""
         yield self
@@ -143,6 +153,10 @@ class Evidence:
         """Whether values of `sources` reach `target`; the rest as for `before`."""
         return not self.before((target,), past, since).isdisjoint(sources)
 
+    def is_read(self, seen: Seen, call: ModuleCall) -> bool:
+        """Whether a call takes something made of a tensor that was there before."""
+        return any(self.reaches({seen.node}, taken.node, since=seen.node) for taken in call.taken)
+
     def roots(self, node: int) -> set[int]:
         """The nodes that were made from no other, from which `node` came: the inputs of the pass."""
         return {source for source in self.before((node,)) if not self.parents[source]}
@@ -182,13 +196,13 @@ def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[n
 
 
 def _size(tensor: Tensor) -> Tensor:
-    """A norm, on the tensor's own device: nobody waits for it."""
+    """A norm, on the tensor's own device: nothing waits for it."""
     with torch._C._DisableTorchDispatch():  # not part of the flow
         return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Flow(TorchDispatchMode):
-    """Which tensor was made from which, by the identity of their storages."""
+    """Which tensor was made from which, by the identity of their storage."""
 
     supports_higher_order_operators = True
 

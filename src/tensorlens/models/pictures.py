@@ -90,7 +90,7 @@ def cells(rows: int, columns: int, within: Box = WHOLE) -> list[Box]:
 
 
 class Looking(NamedTuple):
-    """What is known of the pictures in an input.
+    """What is known about the pictures in an input.
 
     Attributes:
         pictures: Those that were given, in order; none where only pixels are known.

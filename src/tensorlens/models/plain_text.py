@@ -10,7 +10,7 @@ IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".
 
 
 def names_image(text: str) -> bool:
-    """Whether a text ends like the name of a picture."""
+    """Whether a text ends like the file name of a picture."""
     return Path(text).suffix.lower() in IMAGE_SUFFIXES
 
 

@@ -10,7 +10,7 @@ from tensorlens.errors import InputError
 
 
 class PlainTokenizer:
-    """What the library asks of a tokenizer, by `encode` and `decode` alone.
+    """What the library needs from a tokenizer, by `encode` and `decode` alone.
 
     Args:
         encode: From a text to its ids; None where there are labels only.

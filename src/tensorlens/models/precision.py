@@ -18,13 +18,13 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 
 def in_float64(x: Tensor) -> Tensor:
-    """For sums that must not be rounded: float64, where x is if that device knows the type, else on the CPU."""
+    """Cast to float64, for sums that must not be rounded; on the CPU if the device does not have that type."""
     return x.double() if x.dtype is torch.float64 or _knows_float64(x.device) else x.cpu().double()
 
 
 @cache
 def _knows_float64(device: torch.device) -> bool:
-    """Apple's GPUs do not, nor do some of Intel's."""
+    """Whether a device has float64: Apple's GPUs do not, nor do some of Intel's."""
     try:
         torch.zeros((), dtype=torch.float64, device=device)
     except (TypeError, RuntimeError):
@@ -42,7 +42,7 @@ def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
-    """Products of float32 matrices in tf32, or strictly not, while this lasts; as the user has it if None."""
+    """A context in which products of float32 matrices use tf32, or strictly do not; as the user has it if None."""
     return nullcontext() if precision is None else tf32(precision == "tf32")
 
 

@@ -19,7 +19,7 @@ from tensorlens.models.onnx_files import convert_onnx
 from tensorlens.models.torch_folders import convert_torch_folder
 
 PATIENCE_SECONDS = 5.0
-"""How long the hub may take to say that it is there."""
+"""How long to wait for the hub to answer."""
 
 _SAFE_WEIGHTS = "*model*.safetensors"
 """Weights as transformers calls them; some repositories hold them once more, consolidated."""
@@ -88,7 +88,7 @@ FORMER_NAMES = {
 
 
 def check_model_name(name: str | Path, revision: str | None = None) -> None:
-    """Refuse a name that can be no model. Nothing is read, converted, imported or asked for.
+    """Refuse a name that cannot be a model. Nothing is read, converted, imported or asked for.
 
     Args:
         name: What the user calls it.

@@ -1,4 +1,4 @@
-"""The one runner of the user's model: states read, replaced or stopped at, its own modes, everything left as it was.
+"""The only place where the user's model runs: states are read, replaced or stopped at, and the model is left as it was.
 
 `running` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
 its parts, a recording, generation. `run` is such a call that knows where the parts are.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,26 +21,26 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
-from tensorlens.models.module_calls import Call, Observer, observing
+from tensorlens.models.module_calls import Call, Observer, module_tree, observing
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
 
 AtBlock = Callable[[int, Tensor], Tensor | None]
-"""Is told the number of a block and a state in the model's own layout; may give another state."""
+"""Called with the number of a block and a state in the model's own layout; may return another state."""
 
 AtCall = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
-"""Is told the number of a block, the block, and what it is called with."""
+"""Called with the number of a block, the block and its arguments."""
 
 AtModule = Callable[[Any], Any]
-"""Is told what a module takes first or gives; may give something else."""
+"""Called with the first argument or the result of a module; may return a replacement."""
 
 End = Literal["output", "readout", "end", "last block"]
 """What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
 
 
 class _Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
+    """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -51,19 +52,23 @@ def running(
     *,
     grad: bool = False,
     observer: Observer | None = None,
+    modules: Sequence[nn.Module] = (),
     methods_of: Sequence[nn.Module] = (),
 ) -> Iterator[None]:
-    """Inside, the model can be called: at inference, in its own precision, compiled parts as their own code.
+    """A context in which the model can be called: for inference, in its own precision, without compiled code.
 
     Afterwards its modes and data, and those of the caller, are what they were.
 
     Args:
         model: The user's model, or a part of it.
         grad: Whether gradients are followed.
-        observer: Is told of every module call, and may change what it takes and gives.
+        observer: Called at module calls; may change their arguments and results.
+        modules: The modules at whose calls it is called; all of them if there are none.
         methods_of: Modules whose methods count as calls too; see `observing`.
     """
-    seen = nullcontext() if observer is None else observing(observer, model, methods_of)
+    seen: AbstractContextManager[None] = nullcontext()
+    if observer is not None:
+        seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
     with (
         garbage_kept(),
         in_own_precision(),
@@ -109,9 +114,10 @@ def run(
     Returns:
         What the model returned, or the state where it was stopped, in the model's own layout.
     """
+    n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
     route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
     methods_of = anatomy.blocks if anatomy.by_methods else ()
-    with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
+    with running(anatomy.model, grad=grad, observer=route.at, modules=route.modules, methods_of=methods_of):
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)
@@ -122,28 +128,28 @@ def run(
     return output if to == "output" else state_of(output)
 
 
+@dataclass
 class _Route:
-    """What a plain pass does at the modules it meets."""
+    """What a plain pass does at each module; `run` says what the fields are."""
 
-    def __init__(
-        self,
-        anatomy: Anatomy,
-        to: End,
-        n_blocks: int | None,
-        entering: AtBlock | None,
-        leaving: AtBlock | None,
-        called: AtCall | None,
-        taken: Mapping[nn.Module, AtModule],
-        given: Mapping[nn.Module, AtModule],
-        ending: Callable[[Tensor], None] | None,
-    ) -> None:
-        self.anatomy, self.to, self.entering, self.leaving, self.called = anatomy, to, entering, leaving, called
-        self.taken, self.given, self.ending = taken, given, ending
-        self.n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
-        self.n_entered, self.is_inside = 0, False
-        self._blocks = {id(block) for block in anatomy.blocks}
-        end = anatomy.body_end
-        self._end = anatomy.model.get_submodule(end) if end else None
+    anatomy: Anatomy
+    to: End
+    n_blocks: int
+    entering: AtBlock | None
+    leaving: AtBlock | None
+    called: AtCall | None
+    taken: Mapping[nn.Module, AtModule]
+    given: Mapping[nn.Module, AtModule]
+    ending: Callable[[Tensor], None] | None
+    n_entered: int = 0
+    is_inside: bool = False
+
+    def __post_init__(self) -> None:
+        self._blocks = {id(block) for block in self.anatomy.blocks}
+        end = self.anatomy.body_end
+        self._end = self.anatomy.model.get_submodule(end) if end else None
+        some = (*self.anatomy.blocks, self.anatomy.unembedding, self._end, *self.taken, *self.given)
+        self.modules = [*{id(module): module for module in some if module is not None}.values()]
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module in self.taken:

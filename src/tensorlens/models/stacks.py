@@ -23,7 +23,7 @@ def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def ask(model: nn.Module, method: str) -> Any:
-    """What a model says of itself by a method, None if it has no such method."""
+    """What a method of the model says about its parts; None if it has no such method."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError, TypeError):

@@ -1,7 +1,7 @@
 r"""The law of *capture*: does the recording see every path of the input? It shares no code with the rules.
 
-Which operations carry the input is one for all members of the family; only the replacements differ. The Jacobian's
-member has a truth outside: finite differences of the model itself. A path that was lost, to a kernel that torch's
+All rule sets agree on which operations carry the input; only the replacements differ. For the Jacobian there is
+an independent reference: finite differences of the model itself. A path that was lost, to a kernel that torch's
 dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it is a gap,
 
     ‖(F(X + εv) - F(X - εv)) / 2ε - T_J v‖ / ‖T_J v‖,
@@ -38,13 +38,13 @@ from tensorlens.program.nodes import Slot, words
 from tensorlens.program.program import Program
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.one_pass import record
 from tensorlens.recording.prologue import Reborn
+from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
 
 MOST_TOKENS = 32
-"""Tokens of the input that are enough to show which operations carry it."""
+"""How many tokens suffice to show which operations carry the input."""
 
 STEPS = {torch.float64: (1e-6, 1e-8, 3e-4), torch.float32: (1e-3, 1e-4, 3e-5)}
 """Sizes of a step, relative to the state: each where those before met a bend, or digits that the model drops."""
@@ -59,12 +59,12 @@ JUMPS = words(
 """Functions that finite differences may step over a jump of."""
 
 NOT_ALONE = (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-"""What a block, or a model for inputs of one length, may raise when it is asked for less than it is used to."""
+"""What a block, or a model for inputs of a fixed length, may raise on a shorter input."""
 
 
 @dataclass
 class Capture:
-    """What finite differences say.
+    """What finite differences show.
 
     Attributes:
         blocks: The gap of each block that was measured.
@@ -100,7 +100,7 @@ class Capture:
 
 
 def capture(recording: Recording, generator: torch.Generator) -> Capture:
-    """Compare the Jacobian's member of a model with finite differences of the model itself."""
+    """Compare the operator under the Jacobian's rules with finite differences of the model itself."""
     found, doubtful = Capture(), list(range(recording.n_blocks))
     recording.from_model("The law of capture")
     with tf32(False):
@@ -130,7 +130,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
 def _of_jacobian(recording: Recording) -> Recording | None:
     """The first tokens recorded under the Jacobian's rules, all of them where the input cannot be cut.
 
-    None where what other members hold has no derivative.
+    None if something that other rule sets hold has no derivative.
     """
     origin = recording.from_model("The law of capture")
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)

@@ -26,7 +26,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import Printed
 
 N_HELD = 3
-"""Modules named in the text of a certificate, of those that hold most."""
+"""How many modules the text of a certificate names: those that hold most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Certificate(Printed):
         held: For each module the norm of what it gives in a run at zero, by that at X: 0 for one that T carries whole,
             1 for one that is all in B.
         rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
-        captured: For each block the gap between finite differences of the model and the Jacobian's member.
+        captured: For each block the gap between finite differences of the model and T under the Jacobian's rules.
         reservations: What a plain "passed" would hide.
         seconds: What the laws took, and what those in float32 took.
     """
@@ -76,7 +76,7 @@ class Certificate(Printed):
         return not self.failures
 
     def accepted(self, law: str) -> float:
-        """What is accepted of a law."""
+        """The accepted error of a law."""
         if law == "capture":
             return tolerances.CAPTURE
         return tolerances.CERTIFICATE[torch.float32] if law.endswith(", float32") else self.tolerance
@@ -106,9 +106,12 @@ class Certificate(Printed):
         lines += [f"  {law}, rounded{error:9.1e}" for law, error in self.rounded.items()]
         lines += [f"  |T X| / |F(X)| = {self.carried:.3g}  ({self.dtype})"]
         most = sorted(self.held, key=lambda path: -self.held[path])[:N_HELD]
-        lines += ["held, at zero by at X:"] if most else []
+        lines += ["held, output at zero relative to X:"] if most else []
         lines += [f"  {path} {self.held[path]:.2g}" for path in most] + ["rules:"]
-        lines += [f"  {rule}: {len(modules)} modules, such as {modules[0]}" for rule, modules in self.rules.items()]
+        lines += [
+            f"  {rule}: {len(modules)} module{'s' * (len(modules) > 1)}, such as {modules[0]}"
+            for rule, modules in self.rules.items()
+        ]
         return "\n".join(lines)
 
 
@@ -173,7 +176,7 @@ def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
 
 
 def _of_numbers(e: LawEvidence, errors: dict[str, float], moves: float) -> tuple[str, ...]:
-    """What must be known of the numbers themselves."""
+    """What a reader must know about the numbers themselves."""
     expected, recording = e.expected, e.recording
     if not expected.isfinite().all():
         return ("the model's own output is not finite at this input: nothing can be proved about it",)
@@ -233,7 +236,7 @@ def _of_structure(operator: FrozenOperator, silent: tuple[int, ...]) -> tuple[st
 def tolerance(recording: Recording) -> float:
     """The relative error accepted for the numbers that the model computes with, of which it may cast some itself.
 
-    Every cast of a float64 state to float32 rounds once more, so that the error grows as the root of their number.
+    Every cast of a float64 state to float32 rounds once more, so the error grows with the square root of their number.
     """
     dtype = recording.states[0].dtype
     if dtype == torch.float32 and recording.states[0].is_cuda and tf32_allowed():

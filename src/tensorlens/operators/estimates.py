@@ -1,4 +1,4 @@
-"""What a computation will cost, before it is paid: operations, memory, and about how long it takes here."""
+"""The cost of a computation before it runs: operations, memory, and about how long it takes here."""
 
 from __future__ import annotations
 

@@ -23,17 +23,17 @@ from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording, Span
 
 N_CLASSES = 5
-"""Classes whose logits are tried."""
+"""How many classes' logits are tested."""
 
 N_BLOCKS = 4
 """Blocks of a half-precision model whose laws are measured in float32."""
 
 CLEARLY = 1e-3
-"""A block of which a random V passes as much is not asked again on its own."""
+"""If this share of a random V passes through a block, the block is not tested on its own."""
 
 
 def relative(difference: Tensor, scale: Tensor) -> float:
-    """The norm of a difference by that of what it is a difference of."""
+    """The norm of a difference, relative to that of what it is taken from."""
     return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(tolerances.TINY))
 
 
@@ -131,7 +131,7 @@ class LawEvidence:
 
         By the size of what the block gave: a norm at its end makes any state small. $V_n$ is what V became on the way.
         Where that says too little, since the block also reads earlier blocks or gives next to nothing, the block is
-        asked on its own, at a random state and with zero for whatever else it reads.
+        tested on its own, at a random state and with zero for everything else it reads.
         """
         start, stop = self.operator.span
         _, at_zero, at_v = self._values
@@ -306,7 +306,7 @@ def _last_read(recording: Recording, n_tokens: int) -> int:
 
 
 def folded(e: LawEvidence) -> float | None:
-    """Tᵀu by folded blocks and by the program; None unless rows or norms were asked for."""
+    """Tᵀu by folded blocks and by the program; None unless rows or norms were computed."""
     operator = e.operator
     if operator.__dict__.get("folded") is None:
         return None
@@ -325,7 +325,7 @@ LAWS: dict[str, Callable[[LawEvidence], float | None]] = {
     "logits": logits,
     "folded": folded,
 }
-"""By name, the relative error of a law; None for one that cannot be asked of an operator."""
+"""By name, the relative error of a law; None if the law does not apply to an operator."""
 
 
 # In float32 -----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
     Args:
         T: The operator.
         out_tokens: The outputs.
-        n_probes: How many probes for each output; the error goes down with the root.
+        n_probes: How many probes for each output; the error falls with its square root.
         seed: Random seed for the probes.
     """
     n_probes = check_whole(n_probes, "probes", 1)
@@ -59,7 +59,7 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
 
 @lru_cache(maxsize=8)
 def probe_vectors(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Drawn on the CPU, so that a seed means the same everywhere; kept, since the copy would wait for the device."""
+    """Drawn on the CPU, so a seed means the same everywhere; kept, since the copy would wait for the device."""
     return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(int(seed))).to(device, dtype)
 
 

@@ -6,6 +6,7 @@ cotangents at once (rows, norms, sketches) go by matrix products where the block
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ class TensorOperator(ABC):
 
     @own_modes
     def dense(self) -> FullTensor:
-        """The whole tensor. Refused with its size when it does not fit into the memory that is free."""
+        """The whole tensor. Refused, with its size, if it does not fit in free memory."""
         check_fits(self.shape, self.dtype, self.device)
         return torch.stack([self._rows(i) for i in range(self.shape[0])])
 
@@ -171,7 +172,7 @@ class TensorOperator(ABC):
 
 
 class Transposed:
-    """Tᵀ as something to multiply with."""
+    """Tᵀ as an operand of `@`."""
 
     def __init__(self, operator: TensorOperator) -> None:
         self.operator = operator
@@ -183,13 +184,13 @@ class Transposed:
 
     @property
     def T(self) -> TensorOperator:  # noqa: N802
-        """Back again."""
+        """The original operator."""
         return self.operator
 
 
 def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
-    """A position as a number from 0; negative ones count from the end."""
-    is_whole = isinstance(token, Integral) and not isinstance(token, bool)  # numpy's numbers are whole too
+    """A position as a number from 0; negative numbers count from the end."""
+    is_whole = isinstance(token, Integral) and not isinstance(token, bool)  # NumPy integers too
     if not is_whole or not -n_tokens <= token < n_tokens:
         raise InputError(
             f"`{name}` must be a position from {-n_tokens} to {n_tokens - 1} ({n_tokens} tokens); got {token!r}."
@@ -198,7 +199,7 @@ def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor that would take more than its share of the free memory."""
+    """Refuse a tensor that needs more than its share of the free memory."""
     needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
     if needed > SHARE_OF_DENSE * free:
         raise SizeError(
@@ -209,7 +210,7 @@ def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class ComputedByAnother(TensorOperator):
-    """An operator that hands the contract on to the one that computes it. Abstract: `AttentionTensor` is one."""
+    """An operator that delegates to the one that computes. Abstract: `AttentionTensor` is one."""
 
     def __init__(self, operator: FrozenOperator) -> None:
         self.operator = operator
@@ -313,7 +314,7 @@ class FrozenOperator(TensorOperator):
         return Span(self.span.start, self.recording.n_blocks)
 
     def logits_at_zero(self, out_token: int) -> Float[Tensor, " class"]:
-        """What the biases give of the logits at one output: the program and the head at zero."""
+        """The biases' part of the logits at one output: the program and the head at zero."""
         return self.recording.logits(self._end_at_zero, out_token)[0]
 
     @cached_property
@@ -436,17 +437,17 @@ class FrozenOperator(TensorOperator):
     @cached_property
     def bytes_per_cotangent(self) -> int:
         """About the memory for one cotangent on its way: the widest slot of the program, twice, and the state."""
-        specs = self.recording.program.specs.values()
-        widest = max(torch.Size(spec.shape).numel() for spec in specs) // self.recording.n_samples
+        sizes = [math.prod(spec.shape) for spec in self.recording.program.specs.values()]
+        widest = max(sizes) // self.recording.n_samples
         return (2 * widest + 4 * self.input.numel()) * self.compute_type.itemsize
 
     def pull_outputs(
         self, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
     ) -> Iterator[Pulled]:
-        """Cotangents that live on one output each, pulled to the input, as many at a time as go into free memory.
+        """Cotangents that live on one output each, pulled to the input, as many at a time as fit in free memory.
 
-        Outputs go in groups, so that a causal model does little work above the diagonal. When memory runs out all the
-        same, the groups are halved.
+        Outputs are processed in groups, so a causal model does little work above the diagonal. If memory still runs
+        out, the groups are halved.
         """
         most = min(MOST_COTANGENTS.get(self.device.type, 2048), len(out_tokens) * starts.shape[1])
         most = fitting(self.bytes_per_cotangent, most, self.device)
@@ -469,7 +470,7 @@ class FrozenOperator(TensorOperator):
                 folded.forget_matrices()
 
     def matrices_fit(self, n_passes: int) -> bool:
-        """Whether the token-wise matrices of all blocks, worth keeping for several passes, go into free memory."""
+        """Whether the token-wise matrices of all blocks, worth keeping for several passes, fit in free memory."""
         n_bytes = self.n_blocks * self.n_tokens * self.n_channels**2 * self.compute_type.itemsize
         return n_passes > 2 and n_bytes < SHARE_OF_TOKEN_MATRICES * free_bytes(self.device)
 

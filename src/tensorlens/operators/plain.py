@@ -13,7 +13,7 @@ from tensorlens.recording.recording import Origin, Recording
 
 
 def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
-    """$X^N$ (sample, token, channel) from the model left to itself: what must be reproduced.
+    """$X^N$ (sample, token, channel) from the unmodified model: the value to reproduce.
 
     Args:
         recording: The recording of the model at the input.

@@ -79,7 +79,7 @@ def spectrum(
         k: How many triplets.
         seed: Random seed for the start.
         tolerance: Relative change of the values at which to stop.
-        most: Iterations at which to stop all the same.
+        most: Maximum number of iterations.
     """
     _check(T, "spectrum", tolerance)
     k = min(check_whole(k, "k", 1), T.shape[0] * T.shape[1], T.n_tokens * T.n_channels)
@@ -119,7 +119,7 @@ def _block_spectrum(T: TensorOperator, out_token: int, in_token: int, k: int) ->
 
 
 def _random(n: int, width: int, seed: int) -> Tensor:
-    """Random columns (n, width), drawn on the CPU so that a seed means the same everywhere."""
+    """Random columns (n, width), drawn on the CPU so a seed means the same everywhere."""
     return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -139,7 +139,7 @@ def _iterate(
         start: Columns to begin with.
         k: How many triplets are asked for.
         tolerance: Relative change of the values at which to stop.
-        most: Iterations at which to stop all the same.
+        most: Maximum number of iterations.
     """
     pushed = push(start)
     total = float(pushed.square().sum(-2).mean())
@@ -165,7 +165,7 @@ def largest_singular_values(
     Args:
         matrices: The matrices.
         tolerance: Relative change at which to stop.
-        most: Iterations at which to stop all the same.
+        most: Maximum number of iterations.
     """
     matrices = at_least_float32(matrices)
     if min(matrices.shape[1:]) <= 4 * EXTRA:
@@ -202,7 +202,7 @@ def operator_norm(
 ) -> MeasuredNorm:
     r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes per step, nothing of size L·D·L·D.
 
-    Every Ritz value is at most the true one, so that the estimate never exceeds the norm.
+    Every Ritz value is at most the true one, so the estimate never exceeds the norm.
 
     Args:
         operator: T.

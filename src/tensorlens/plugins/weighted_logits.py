@@ -2,26 +2,12 @@ r"""What plug-ins ask of T: a weighted sum of logits, $\sum_c w_c\,\mathrm{logit
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from tensorlens.maps.defaults import one_output
 from tensorlens.maps.targets import no_head
 from tensorlens.models.precision import in_float64
 from tensorlens.tensor import AttentionTensor
-
-
-class LogitParts(NamedTuple):
-    """A weighted sum of logits at one output, in parts.
-
-    Attributes:
-        parts: (token, channel), on the CPU.
-        value: The sum that is explained.
-    """
-
-    parts: Tensor
-    value: float
 
 
 def logits_of(T: AttentionTensor, out_token: int) -> tuple[int, Tensor]:
@@ -37,8 +23,8 @@ def logits_of(T: AttentionTensor, out_token: int) -> tuple[int, Tensor]:
     return place, recording.logits_at(place)
 
 
-def logit_parts(T: AttentionTensor, weights: Tensor, out_token: int) -> LogitParts:
-    r"""$(T^\top u) ⊙ X^0$ with u the cotangent of the weighted sum.
+def logit_parts(T: AttentionTensor, weights: Tensor, out_token: int) -> tuple[Tensor, float]:
+    r"""$(T^\top u) ⊙ X^0$ (token, channel) on the CPU, with u the cotangent of the weighted sum; and that sum.
 
     Args:
         T: The operator.
@@ -49,4 +35,4 @@ def logit_parts(T: AttentionTensor, weights: Tensor, out_token: int) -> LogitPar
     operator = T.operator
     weights = weights.to(logits)
     pulled = operator.pull_from_head(operator.recording.head_cotangent(weights, place))[0]
-    return LogitParts((pulled * operator.input).cpu(), float((in_float64(weights) * in_float64(logits)).sum()))
+    return (pulled * operator.input).cpu(), float((in_float64(weights) * in_float64(logits)).sum())

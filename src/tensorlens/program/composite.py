@@ -28,7 +28,7 @@ CHUNK = 2**24
 """How many scores are formed at a time: heads times queries times keys."""
 
 FORMED = 512
-"""Up to so many keys, attention in full precision is formed: its fused kernels are made for half precision."""
+"""Up to this many keys, full-precision attention is formed as a matrix: fused kernels are made for half precision."""
 
 
 @operation(joint=(0, 3), optional=(3,))
@@ -64,7 +64,7 @@ def _(
     centred: bool,
     unit: Tensor | None = None,
 ) -> Tensor:
-    # Scaling by a number per token commutes with centring, so that the middle is its own transpose.
+    # Scaling by a number per token commutes with centring, so the middle is its own transpose.
     u = at_least_float32(u)
     return _normalised(u if weight is None else u * weight, inverse, axes, centred, unit)
 
@@ -100,7 +100,7 @@ def attention(
 ) -> Tensor:
     """A v with A = softmax(q kᵀ · scale + mask) held: q and k are constants, and A is never formed.
 
-    For several v in `vmap`, which knows no fused kernel, its rows are formed, each once for all of them.
+    For several v in `vmap`, which has no fused kernel, the rows of A are formed once for all of them.
     """
     if is_batchedtensor(value):
         q, k, factor = _for_rows(query, key, scale, grouped)
@@ -160,7 +160,7 @@ def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) ->
 
 
 class _Several(torch.autograd.Function):
-    """Several values or cotangents that `vmap` has told apart, given to a function of all of them (u, …)."""
+    """Pass values or cotangents that `vmap` has separated to a function of all of them (u, …)."""
 
     @staticmethod
     def forward(u: Tensor, together: Callable[[Tensor], Any]) -> Any:
@@ -178,7 +178,7 @@ class _Several(torch.autograd.Function):
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Queries, some at a time, so that few scores are formed together."""
+    """Queries in chunks, to limit how many scores are formed at a time."""
     n_queries, n_keys = query.shape[-2], key.shape[-2]
     step = max(1, CHUNK // max(1, n_keys * math.prod(query.shape[:-2])))
     return [slice(start, start + step) for start in range(0, n_queries, step)]
@@ -240,7 +240,7 @@ def _cooled(
 
 
 def _moved(x: Any, x0: Tensor, given: Tensor | None) -> Tensor | None:
-    """How far an argument moved: all of it in the linear part, away from X in the affine one; None for a constant."""
+    """The change of an argument: all of it in the linear part, from X in the affine one; None for a constant."""
     if x is None:
         return None
     return x if given is None else x - x0

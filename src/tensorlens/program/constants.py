@@ -1,4 +1,4 @@
-"""`Constants`: the held tensors of a program. Those of a block can be let go and recorded again."""
+"""`Constants`: the held tensors of a program. Those of a block can be dropped and recorded again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from tensorlens.errors import InputError
 
 Remake = Callable[[int], Mapping[int, Tensor]]
-"""Makes the constants of a block again, by their places."""
+"""Recomputes the constants of a block, by their places."""
 
 
 class Constants(Sequence[Tensor]):
     """Held tensors by their places.
 
-    Weights are there by reference. What a block holds beside them may be too much for the memory of a device; then it
-    is let go, and made again by `remake` whenever a step of that block reads it. One such block is kept at a time.
+    Weights are there by reference. The other constants of a block may not fit in the memory of a device. They are then
+    dropped, and `remake` recomputes them whenever a step of that block reads one. One such block is kept at a time.
 
     Args:
         values: The tensors.
@@ -47,16 +47,16 @@ class Constants(Sequence[Tensor]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing has to be made again."""
+        """Whether no constants were dropped."""
         return not self._block_of
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The same for whoever reads many: a list, where nothing has to be made again."""
+        """The same for callers that read many: a list, if no constants were dropped."""
         return self.values if self.is_complete else self  # type: ignore[return-value]
 
     def let_go(self, places: Mapping[int, Iterable[int]], remake: Remake) -> None:
-        """Let go of the constants of some blocks, given by block."""
+        """Drop the constants of some blocks, given by block."""
         self._remake = remake
         for block, some in places.items():
             for n in some:
@@ -89,7 +89,7 @@ class Constants(Sequence[Tensor]):
                 )
 
     def check_storable(self) -> None:
-        """Raise where some were let go: making them again needs the model."""
+        """Raise if some were dropped: recomputing them needs the model."""
         if not self.is_complete:
             raise InputError(
                 "This input is too long for its operator to be stored: the values in its blocks are recorded again "

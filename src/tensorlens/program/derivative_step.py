@@ -1,7 +1,7 @@
 r"""`derivative`: any kernel of torch's own, by its derivative at X, as one step.
 
 For functions that are rare, or that have no simple form: backwards by torch's backward pass, forwards by the
-derivative of that. Only the name of the kernel is kept, so that a program with such a step is data like any other.
+derivative of that. Only the name of the kernel is kept, so a program with such a step is data like any other.
 """
 
 from __future__ import annotations

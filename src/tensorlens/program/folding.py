@@ -1,4 +1,4 @@
-r"""Blocks as matrices: a rewrite of the program for many cotangents, by which rows, norms and sketches are computed.
+r"""Blocks as matrices: a rewrite of the program for many cotangents, used to compute rows, norms and sketches.
 
 With every norm folded in, a block takes a column of cotangents $c_l$ at token l backwards as
 
@@ -160,7 +160,7 @@ def product_of(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _has(pieces: Chain, kinds: str) -> bool:
-    return any(piece.kind in kinds.split() for piece in pieces)
+    return not {piece.kind for piece in pieces}.isdisjoint(kinds.split())
 
 
 def _check_alike(paths: Iterable[Factored]) -> None:
@@ -404,8 +404,8 @@ class FoldedBlocks:
     Weights then act on one tall matrix, and token-wise matrices on one contiguous batch. Only tokens that an asked
     output can see are carried (causal models and sliding windows), and in the last block only the asked output itself.
 
-    Costs a copy of the blocks' weights in `dtype`, if a quarter of the free memory holds them; else each block is
-    folded again when it is needed.
+    Costs a copy of the blocks' weights in `dtype`, if they fit in a quarter of the free memory; otherwise each
+    block is folded again when needed.
 
     Args:
         programs: From each state to the next one.
@@ -447,7 +447,7 @@ class FoldedBlocks:
         return found
 
     def forget_matrices(self) -> None:
-        """Let go of the token-wise matrices."""
+        """Drop the token-wise matrices."""
         self._token_matrices.clear()
 
     @torch.no_grad()

@@ -67,10 +67,10 @@ class Choice(NamedTuple):
 
 
 MOVES = words("reshape permute expand cast index narrow select index_select flip as_strided")
-"""Operations that put numbers elsewhere and change none."""
+"""Operations that move numbers without changing them."""
 
 ALIKE = words("mul div add sub blend norm where")
-"""Operations after which a number still stands where it stood."""
+"""Operations that leave every number in its place."""
 
 
 def count_heads(program: Program, mixture: Mixture) -> int | None:

@@ -98,7 +98,7 @@ def _triangle(x: Tensor, diagonal: int, upper: bool) -> Tensor:
 
 
 def _as_strided(flat: Tensor, shape: Axes, strides: Axes, offset: int) -> Tensor:
-    """A view of memory: of a row of numbers in the order in which they lie there."""
+    """A view of memory, as numbers in storage order."""
     return flat.contiguous().as_strided(shape, strides, offset)
 
 

@@ -1,4 +1,4 @@
-"""A function of one value, asked of several at once."""
+"""Apply a function of one value to several at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensorlens.memory import is_out_of_memory
 
 
 def of_each(function: Callable[[Any], Any], items: Any) -> Any:
-    """What a function gives for each of several, (item, …): together where torch can, else one after the other.
+    """A function applied to each item, (item, …): together if torch can, otherwise one by one.
 
     Args:
         function: Takes one tensor, or a dictionary of them.

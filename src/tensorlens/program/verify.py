@@ -1,7 +1,7 @@
-"""What is linear in what: a table that shares nothing with the rules or the operations, and a walk that applies it.
+"""Which operation is linear in which argument: a table independent of rules and operations, and a walk that applies it.
 
 A program that passes is affine by its structure, whatever its constants are: every step is of a kind that the table
-knows, its live arguments stand where the table allows them, and it reads nothing that no step before it wrote.
+knows, its live arguments stand where the table allows them, and it reads only what earlier steps wrote.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from tensorlens.recording.live import found_in, is_live, raw
-from tensorlens.recording.names import name_of
-from tensorlens.recording.table import DESCRIBES
+from tensorlens.recording.table import DESCRIBES, name_of
 from tensorlens.recording.writes import address_of
 from tensorlens.trees import tensors_in
 
@@ -36,18 +35,18 @@ class Prologue(TorchFunctionMode):
         self._is_noting = False
 
     def start(self) -> None:
-        """Begin to note. By hand and not in a `with`, because it ends in the middle of the model's own code."""
+        """Start noting. Not a `with` block, because it ends in the middle of the model's own code."""
         self.__enter__()
         self._is_noting = True
 
     def pause(self) -> None:
-        """Note nothing more, and keep what was noted: what follows is the library's own and not the model's."""
+        """Stop noting, and keep the notes: what follows is the library's own code, not the model's."""
         if self._is_noting:
             self._is_noting = False
             self.__exit__(None, None, None)
 
     def stop(self) -> None:
-        """Note nothing more."""
+        """Stop noting."""
         self.pause()
         self._calls.clear()
 

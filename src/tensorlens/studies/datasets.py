@@ -1,7 +1,7 @@
 """Samples for a study: rows of csv, tsv, jsonl, txt and parquet files, pictures, or what the `datasets` library reads.
 
-What comes out is a list in a fixed order with a fingerprint of its content, so that a run can tell whether it is
-continued on the data it began with. Tokens and pixels are the business of the studies. `RowFile` gives the same rows
+What comes out is a list in a fixed order with a fingerprint of its content, so a run can tell whether it
+continues on the data it began with. Tokens and pixels are left to the studies. `RowFile` gives the same rows
 a part at a time, for data that does not fit into memory.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
-from tensorlens.studies.identity import digest_of
+from tensorlens.studies.runs import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
 LABEL_COLUMNS = ("label", "sentiment", "labels", "class", "category")
@@ -240,7 +240,7 @@ def _from_files(kind: Literal["text", "image"], paths: Sequence[Path], folder: P
 
 
 def _ends(path: Path) -> str:
-    """Size, first and last bytes of a file: enough to tell other data without reading all of them."""
+    """Size, first and last bytes of a file: enough to detect different data without reading all of it."""
     try:
         with path.open("rb") as file:
             size, first = path.stat().st_size, file.read(2**16)

@@ -80,7 +80,7 @@ def _rows(table: Table) -> str:
 
 
 FEW_UNITS = 5
-"""Below so many units resampling may give the same mean every time, which says nothing."""
+"""Below this many units, resampling may give the same mean every time, which says nothing."""
 
 
 def with_interval(value: float, bounds: Sequence[float], n_units: int, form: str = ".5g") -> str:

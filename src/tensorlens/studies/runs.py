@@ -1,10 +1,10 @@
-"""A run: a study in a folder, which can be stopped at any moment and started again.
+"""A run: a study in a folder, which can be interrupted at any moment and resumed.
 
 | file            | holds                                                                               |
 |-----------------|-------------------------------------------------------------------------------------|
 | `config.json`   | the study, all its settings and versions, and where it began                        |
 | `samples.jsonl` | one line per sample, on the disk before the next samples begin                      |
-| `summary.json`  | what the samples say together; the same bytes however often the run was interrupted |
+| `summary.json`  | the pooled results; the same bytes however often the run was interrupted |
 | `report.html`   | the same for people                                                                 |
 
 Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes groups r, r + w, … of the
@@ -15,11 +15,12 @@ a run was interrupted. What a study measures, and its report, belong to the stud
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,9 +31,12 @@ from typing import Any, TypedDict
 
 import msgspec
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.lens import Lens
+from tensorlens.models.precision import matmul_precision
 from tensorlens.strict_json import from_json, to_json, write_text
 from tensorlens.studies.processes import Processes
 from tensorlens.versions import package_versions
@@ -112,7 +116,7 @@ def check_run_folder(folder: str | Path, study: str) -> None:
 class Run:
     """A study's folder, opened for this process.
 
-    Started again with the same settings it continues where it stopped; with other settings it refuses.
+    Started again with the same settings, it resumes where it stopped; different settings are refused.
 
     Args:
         folder: Made if it is not there.
@@ -174,7 +178,7 @@ class Run:
     ) -> None:
         """Measure this process's share of the samples that are not on the disk yet.
 
-        A group of which a line is missing is measured as a whole, so that a sample always has the same company.
+        A group of which a line is missing is measured as a whole, so a sample is always measured with the same others.
 
         Args:
             groups: The indices of all samples, over all processes, those that are measured together in one group. They
@@ -297,7 +301,7 @@ class Run:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A disk that is full ends the run with one message; what is finished stays."""
+        """A full disk ends the run with one message; finished samples are kept."""
         try:
             yield
         except OSError as error:
@@ -333,7 +337,7 @@ def _in_lines(bar: tqdm) -> Iterator[tqdm]:
 
 @contextmanager
 def _appending(path: Path) -> Iterator[Callable[[Sequence[Record]], None]]:
-    """A function that appends lines and waits until they are on the disk: a kill costs no line but the last."""
+    """A function that appends lines and waits until they are on the disk: a kill loses at most the last line."""
     if path.is_file():
         text = path.read_bytes()
         os.truncate(path, text.rfind(b"\n") + 1)  # a line that was cut short
@@ -435,3 +439,58 @@ def setting_differences(name: str, there: Any, here: Any) -> Iterator[str]:
     elif there != here:
         before, now = (text if len(text) <= 80 else text[:77] + "…" for text in map(to_json, (there, here)))
         yield f"{name.removeprefix('settings.')} is {before} there and {now} here"
+
+
+# What a run was made with: a name may later refer to different ones ----------------------------------------------
+
+
+N_VALUES = 1024
+"""Values of each weight that enter the digest, evenly spread: training changes all of them, a copy none."""
+
+
+def digest_of(parts: Iterable[str | bytes]) -> str:
+    """Digest of a sequence; ``["ab"]`` and ``["a", "b"]`` differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update((part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part) + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def tensor_digest(value: Tensor) -> str:
+    """Digest of shape, type and all values; the same on every device."""
+    return digest_of([f"{tuple(value.shape)} {value.dtype}", _bytes(value.detach().reshape(-1))])
+
+
+def model_settings(lens: Lens) -> dict[str, Any]:
+    """What a run's numbers depend on of the model: a different model in the same folder is refused."""
+    return {
+        "model": lens.name,
+        "model_class": type(lens.model).__name__,
+        "dtype": str(next(lens.model.parameters()).dtype).removeprefix("torch."),
+        "weights": _weights_digest(lens.model),
+        "rules": lens.rules.as_dict(),
+        "matmul_precision": matmul_precision(),
+    }
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Digest of names, shapes and some values of all weights; the same on every device."""
+    return digest_of(
+        f"{name} {tuple(value.shape)} {value.dtype}\0".encode() + _some_bytes(value)
+        for name, value in sorted(model.state_dict().items())
+        if isinstance(value, Tensor)
+    )
+
+
+def _some_bytes(value: Tensor) -> bytes:
+    if value.is_meta or not value.numel():
+        return b""
+    try:
+        flat = value.detach().reshape(-1)
+        return _bytes(flat[:: -(-len(flat) // N_VALUES)])
+    except (RuntimeError, NotImplementedError, TypeError):  # a packed type that cannot be sliced: by name and shape
+        return b""
+
+
+def _bytes(flat: Tensor) -> bytes:
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,7 @@
 r"""T collapsed with both embedding matrices: which word here speaks for which word there?
 
 For an input j and an output i, $U\,T_{ij}\,E^\top$ has an entry for each pair of words: how much the word v at j, by
-its embedding $e_v$, adds to the logit of the word w at i, the pass being held as it was.
+its embedding $e_v$, adds to the logit of the word w at i, with the pass kept fixed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tensorlens.operators.operator import check_token
 from tensorlens.tensor import AttentionTensor
 
 CHUNK = 1024
-"""Rows of the vocabulary at a time: all pairs at once would not go into memory."""
+"""Rows of the vocabulary at a time: all pairs at once would not fit in memory."""
 
 
 def word_pairs(T: AttentionTensor, in_token: int, out_token: int = -1, k: int = 10) -> list[tuple[str, str, float]]:

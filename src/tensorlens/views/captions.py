@@ -215,7 +215,7 @@ def _fixed(value: float) -> str:
 
 
 def caption_lines(method: str, meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, str], ...]:
-    """Names and values to print beside a map: the method first, then what is known of its origin."""
+    """Names and values to print beside a map: the method first, then what is known about its origin."""
     meta = {key: value for key, value in meta.items() if not is_by_output(key, value, n_out)}
     known = [key for key in FIRST if key in meta]
     others = [key for key in meta if key not in FIRST and key not in NOT_SAID]

@@ -1,1 +1,1 @@
-"""Fidelity: how far the operator holds away from its input, against its bounds, and what shape it has."""
+"""Fidelity: how well the operator holds away from its input, compared with its bounds, and its properties."""

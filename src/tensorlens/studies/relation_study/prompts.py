@@ -168,7 +168,7 @@ def training_prompts(
 
 
 def testing_prompts(tokens: Tokens, template: str, split: FactSplit, *, with_all: bool = False) -> list[RelationPrompt]:
-    """For each test fact its query after the first m - 1 training facts, or all: lengths agree with training."""
+    """For each test fact its query after the first m - 1 training facts, or all: the length is that of training."""
     examples = split.train if with_all else split.train[:-1]
     return [make_prompt(tokens, template, examples, fact.subject) for fact in split.test]
 
