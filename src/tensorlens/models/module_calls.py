@@ -36,15 +36,15 @@ _reporting: dict[int, tuple[int, Call | None]] = {}
 
 
 @contextmanager
-def observing(observer: Observer, model: nn.Module, methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Send the calls of a model's modules in this thread to an observer.
+def observing(observer: Observer, modules: Sequence[nn.Module], methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Send the calls of some modules in this thread to an observer.
 
     Args:
         observer: Receives them.
-        model: The model.
+        modules: The modules, each once.
         methods_of: Modules whose methods count as calls too, for code that does not call the modules themselves.
     """
-    before, modules = _thread.observer, list(module_tree(model).values())
+    before = _thread.observer
     placed = [(module, name) for module in methods_of for name in own_methods(module) if name not in module.__dict__]
     _begin_reporting(modules)
     _thread.observer = observer
