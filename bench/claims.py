@@ -16,7 +16,7 @@ from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
 from tensorlens.strict_json import to_json
 from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
-from tensorlens.studies.relation_study.summary import relation_summary
+from tensorlens.studies.relation_study.report import relation_summary
 
 FOLDER = Path(__file__).parent / "records" / "paper"
 PAGE = DOCS / "results.md"

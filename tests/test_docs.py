@@ -94,7 +94,7 @@ def test_python_snippets_run(page):
     from tensorlens.maps.methods import METHODS
     from tensorlens.recording import table as functions
     from tensorlens.recording.rules import modules as adapters
-    from tensorlens.recording.rules import recurrences as kernels
+    from tensorlens.recording.rules import modules as kernels
 
     tables = [(table, set(table)) for table in (adapters.ADAPTERS, functions.RULES, kernels.KERNELS, METHODS)]
     session = Session(_name(page))

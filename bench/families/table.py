@@ -11,8 +11,7 @@ from typing import Any
 
 from bench.families.run import FamilyRecord
 from tensorlens.errors import InputError
-from tensorlens.recording.rules.modules import ADAPTERS
-from tensorlens.recording.rules.recurrences import KERNELS
+from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
 from tensorlens.strict_json import from_json, write_json, write_text
 from tensorlens.versions import package_versions
 

@@ -10,7 +10,6 @@ from typing import Any
 from bench.records import correlation
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.studies.identity import model_settings
 from tensorlens.studies.judge_study import (
     MEASURES,
     Item,
@@ -26,7 +25,7 @@ from tensorlens.studies.judge_study import (
     judge_summary,
     last_logits,
 )
-from tensorlens.studies.runs import Record, Run, StudyResult
+from tensorlens.studies.runs import Record, Run, StudyResult, model_settings
 
 MEASURES["pearson"] = lambda scores, truth: correlation(as_floats(scores), as_floats(truth))
 

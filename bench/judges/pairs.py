@@ -20,7 +20,7 @@ from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
 from tensorlens.studies.intervals import short
 from tensorlens.studies.judge_study import WRONG, PrefixText, cell_of, items_of, now, reason_of
-from tensorlens.studies.members import MEMBERS, member_lens
+from tensorlens.studies.options import MEMBERS, member_lens
 
 MEASURES = ("pearson",)
 

@@ -85,7 +85,7 @@ def _methods() -> str:
 
 def _parameter(parameter: Any) -> str:
     is_option = parameter.param_type_name == "option"
-    name = " / ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name.upper()
+    name = " / ".join([*parameter.opts, *parameter.secondary_opts]) if is_option else parameter.name.upper().rstrip("_")
     default = parameter.default
     shown = f" Default: `{default}`." if is_option and default not in (None, False, True, ()) else ""
     return f"| `{name}` | {(parameter.help or '').replace('|', '&#124;')}{shown} |"

@@ -20,7 +20,7 @@ from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
 from tensorlens.models.samples import make_inputs
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.one_pass import record
+from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.recording.sinks import settled_block, tokens_to_try
 from tensorlens.tensor import AttentionTensor

@@ -51,9 +51,9 @@ from tensorlens.recommendations import recommended as recommended
 from tensorlens.recording.conventions import Rules as Rules
 from tensorlens.recording.live import value_of as value_of
 from tensorlens.recording.rules.activations import activate as activate
-from tensorlens.recording.rules.gains import quotient as quotient
+from tensorlens.recording.rules.activations import quotient as quotient
 from tensorlens.recording.rules.modules import adapter as adapter
-from tensorlens.recording.rules.recurrences import kernel as kernel
+from tensorlens.recording.rules.modules import kernel as kernel
 from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.tensor import AttentionTensor as AttentionTensor
 from tensorlens.tensor import Prediction as Prediction

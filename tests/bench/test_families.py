@@ -15,8 +15,7 @@ from bench.families.run import Case, FamilyRecord, examine, sweep
 from bench.families.table import read_table, write_table
 
 from tensorlens.recording.live import found_in, raw, value_of
-from tensorlens.recording.rules.modules import ADAPTERS
-from tensorlens.recording.rules.recurrences import KERNELS
+from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
 from tensorlens.recording.table import RULES
 
 SAMPLE = [

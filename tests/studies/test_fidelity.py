@@ -85,9 +85,9 @@ def test_tensor_error_is_linear_and_jacobian_error_quadratic(name):
     """METHOD.md 1.5: T is exact at X and no Taylor expansion around it."""
     T = tensor(name)
     errors = errors_along(T, random_directions(T, 1, seed=0)[0], [1e-3, 1e-2])
-    assert errors.tensor[1] / errors.tensor[0] == pytest.approx(10, rel=0.05)
-    assert errors.jacobian[1] / errors.jacobian[0] == pytest.approx(100, rel=0.1)
-    assert errors.tensor[0] > 0.1 * errors.nothing[0]
+    assert errors["tensor"][1] / errors["tensor"][0] == pytest.approx(10, rel=0.05)
+    assert errors["jacobian"][1] / errors["jacobian"][0] == pytest.approx(100, rel=0.1)
+    assert errors["tensor"][0] > 0.1 * errors["nothing"][0]
 
 
 def test_token_direction_ends_at_the_other_token():
@@ -166,7 +166,7 @@ def test_proposition_holds_for_tensor_and_for_no_tensor_at_all(name):
     T = tensor(name)
     norm = true_norm(T)
     errors = errors_along(T, random_directions(T, 1, seed=1)[0], [0.01, 0.1, 1.0, 10.0])
-    for size, error, change in zip(errors.sizes, errors.tensor, errors.nothing, strict=True):
+    for size, error, change in zip(errors["sizes"], errors["tensor"], errors["nothing"], strict=True):
         right = norm * size * float(T.input.norm() / T.output.norm()) + change
         assert error <= right * (1 + 1e-6)
         assert change <= right

@@ -16,16 +16,16 @@ from tensorlens.studies.plain_states import plain_states, read_out
 from tensorlens.studies.relation_study import prompts
 from tensorlens.studies.relation_study.data import Fact, load_relations, read_relation
 from tensorlens.studies.relation_study.decoding import (
+    EMBEDDING,
     RelationOperator,
+    expand_locally,
     lre_predictor,
     only_tokens,
     run_prompts,
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.lre import EMBEDDING, expand_locally
-from tensorlens.studies.relation_study.report import category_table, survival
-from tensorlens.studies.relation_study.summary import mean_with_interval, share
+from tensorlens.studies.relation_study.report import category_table, mean_with_interval, share, survival
 
 CAUSAL = ["gpt2", "llama", "gemma3", "olmo2", "neox-parallel", "phi"]
 QUICK = RelationOptions(n_splits=2, top_k=300, min_test=2, max_test=4, starts=(0, 2))
@@ -336,7 +336,7 @@ def test_scale_is_chosen_on_held_out_training_examples():
     samples = [zoo.sample("gpt2", seed=seed) for seed in range(3)]
     tensors = [lens(ids) for ids in samples]
     predictor = tensor_predictors(tensors, torch.stack([t.input for t in tensors]), [2])["subject"]
-    answers = run_prompts(lens.anatomy, samples, ()).logits.argmax(-1).tolist()
+    answers = run_prompts(lens.anatomy, samples, ()).output.argmax(-1).tolist()
     grid = (0.0, 0.5, 1.0, 2.0)
     found = tune_scale(lens.anatomy, predictor, answers, grid)
     scores = {}

@@ -34,7 +34,7 @@ class MapsChoices:
 
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch (default: as many as fit).", min=1)] = None
-    limit: Annotated[int | None, typer.Option(help="How many rows at most.", min=1)] = None
+    limit: Annotated[int | None, typer.Option(help="Largest number of rows.", min=1)] = None
     on_error: Annotated[
         str, typer.Option(help="What to do with rows that are empty, too long or not text: raise or skip.")
     ] = "raise"
@@ -72,8 +72,8 @@ def maps(
     _check(method, asked.on_error, out)
     from tensorlens.mapper import Mapper
     from tensorlens.studies.datasets import RowFile
-    from tensorlens.studies.identity import model_settings
     from tensorlens.studies.map_table import MapTable
+    from tensorlens.studies.runs import model_settings
 
     rows = RowFile(data, asked.column)
     same = {"batch_size": asked.batch_size, "on_error": asked.on_error, "truncate": asked.truncate}

@@ -59,8 +59,8 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
 def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
     """Continue from the last block, through norms and the modules around the blocks, until a head begins.
 
-    What begins like a head may be beside the way, as a gate that says when to stop: a norm that all of the state goes
-    through later on, around it, is still the body's.
+    What begins like a head may be a side branch, such as a gate that says when to stop: a norm that all of the state
+    passes later, around it, still belongs to the body.
     """
     end: str | None = None
     heads: list[ModuleCall] = []

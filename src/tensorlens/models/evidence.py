@@ -1,7 +1,7 @@
 """`watch`: one plain pass of a model, and what was seen of it.
 
 Module calls are seen by hooks, the flow of values between them by a dispatch mode: every tensor that an operation makes
-is a node, whose parents are the nodes it was made from. Nothing of the pass is kept but numbers.
+is a node, whose parents are the nodes it was made from. Only numbers of the pass are kept.
 """
 
 from __future__ import annotations
@@ -202,13 +202,13 @@ def watch(model: nn.Module, arguments: Mapping[str, Any], methods_of: Sequence[n
 
 
 def _size(tensor: Tensor) -> Tensor:
-    """A norm, on the tensor's own device: nobody waits for it."""
+    """A norm, on the tensor's own device: nothing waits for it."""
     with torch._C._DisableTorchDispatch():  # not part of the flow
         return torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Flow(TorchDispatchMode):
-    """Which tensor was made from which, by the identity of their storages."""
+    """Which tensor was made from which, by the identity of their storage."""
 
     supports_higher_order_operators = True
 

@@ -1,4 +1,4 @@
-"""Files from elsewhere, read by other libraries: whatever those raise is one error of ours, and sizes have bounds."""
+"""Files from elsewhere, read by other libraries: whatever those raise becomes one error, and sizes are bounded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_JSON_BYTES = 1 << 26
 MOST_BLOCKS = 5_000
 MOST_LABELS = 1_000_000
 MOST_PARAMETERS_A_BYTE = 8
-"""A weight of a bit; nobody stores them smaller."""
+"""One bit per weight, the smallest size in use."""
 FEW_PARAMETERS = 1 << 24
-"""A checkpoint may lack some, such as a head; so many are never too many."""
+"""A checkpoint may lack some, such as a head; up to this many are always accepted."""
 MOST_UNPACKED = 4
-"""How many times its size a zipped checkpoint may hold; weights hardly compress."""
+"""How much larger than its file a zipped checkpoint may be; weights hardly compress."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|experts)$")
@@ -43,7 +43,7 @@ def foreign_reader(say: Callable[[str], str]) -> Iterator[None]:
     except BaseException as error:
         if is_no_room(error):  # not the file's fault; the cache says so
             raise
-        # What a refused pickle advises, to read it with the code it holds, is the last thing to do with a strange file.
+        # A refused pickle advises to read it with the code it holds: the last thing to do with an untrusted file.
         unsafe = isinstance(error, pickle.UnpicklingError)
         said = "damaged, or with code besides weights" if unsafe else " ".join(str(error).split())
         said = said or type(error).__name__
@@ -59,7 +59,7 @@ def is_no_room(error: BaseException) -> bool:
 
 
 def check_config_file(name: str | Path, file: Path) -> None:
-    """Refuse a configuration that would take for ever to build, before anything is built.
+    """Refuse a configuration that would take forever to build, before anything is built.
 
     Raises:
         LoadError: It is too large, no JSON object, or counts more blocks or labels than any model has.
@@ -89,7 +89,7 @@ def check_proportion(name: str | Path, config: Any, model_class: Any, files: lis
     What a checkpoint lacks is filled in before it can be found missing, which for a wrong size may take all memory.
 
     Raises:
-        LoadError: The model cannot be built, or is out of all proportion.
+        LoadError: The model cannot be built, or is far too large.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a model says of the inputs that it takes."""
+"""What a model's signature and config say about its inputs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forward_parameters(model: nn.Module) -> set[str]:
 
 
 def first_parameter(model: nn.Module) -> str:
-    """Name of the first argument of a model's forward; of one that hands on all it gets, that of the one inside."""
+    """Name of the first argument of a model's forward; if it passes on everything it gets, that of the one inside."""
     parameters = signature_of(model).parameters.values()
     found = next((parameter.name for parameter in parameters if parameter.kind in _NAMED), None)
     if found is not None:
@@ -88,7 +88,7 @@ def ids_parameter(model: nn.Module) -> str:
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Refuse what a model's forward cannot be called with, before it is."""
+    """Refuse arguments that a model's forward cannot be called with, before the call."""
     try:
         signature_of(model).bind(**arguments)
     except TypeError as error:
@@ -136,7 +136,7 @@ def max_tokens(model: nn.Module) -> int | None:
     limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if limit is None or limit <= 0:
         return None
-    # RoBERTa and its kin count positions from the padding index on.
+    # RoBERTa and similar models count positions from the padding index on.
     offset = getattr(config, "pad_token_id", None)
     return limit - (offset + 1) if offset is not None and _positions_are_offset(model) else limit
 

@@ -114,7 +114,7 @@ def _dequantise(name: str, file: Path, target: Path) -> None:
 
 
 def check_header(name: str, file: Path) -> None:
-    """Refuse counts that would take for ever to build a model of.
+    """Refuse counts of a model that would take forever to build.
 
     Raises:
         LoadError: The header counts more blocks than any model has.
@@ -137,12 +137,12 @@ def header_of(file: Path) -> Ask:
 # The header -----------------------------------------------------------------------------------------------------------
 
 _PATCHING = threading.RLock()
-"""Two conversions at once would each put back what the other has put there."""
+"""Two conversions at once would each restore what the other has set."""
 
 
 @contextlib.contextmanager
 def read_once(file: Path) -> Iterator[None]:
-    """Whoever asks for a `gguf.GGUFReader` of `file` gets the same one, for as long as it takes.
+    """A context in which every `gguf.GGUFReader` of `file` is the same one.
 
     transformers reads the header anew for the configuration, the tokenizer and the weights, each time element by
     element through `numpy.memmap`, whose every slice runs Python code: with a vocabulary of 150,000 tokens that is most

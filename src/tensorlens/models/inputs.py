@@ -1,7 +1,7 @@
-"""What a user may pass to a lens, made into what a model takes.
+"""Turns what a user may pass to a lens into what a model takes.
 
 Text, token ids, images, embeddings and the output of a tokenizer or processor all become a `ModelInput`: the keyword
-arguments of one forward pass on one sample, and what is known of its tokens.
+arguments of one forward pass on one sample, and what is known about its tokens.
 """
 
 from __future__ import annotations

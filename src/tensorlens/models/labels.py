@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
     """The text of each token: byte-level markers decoded, word-piece marks (``##``) left visible.
 
-    A word-initial token keeps its space, so that the label is what one would pass as a target. A piece of a character
+    A word-initial token keeps its space, so the label is what one would pass as a target. A piece of a character
     that is not text on its own is shown as its bytes, ``⟨E2⟩⟨82⟩``.
     """
     known = _known_labels.setdefault(tokenizer, {})
@@ -24,7 +24,7 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
 
 
 _known_labels: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
-"""Labels by tokenizer and id: a data set asks for the same ones over and over."""
+"""Labels by tokenizer and id: a data set needs the same ones again and again."""
 
 
 def _readable(piece: Any, tokenizer: Any, special: set[str]) -> str:

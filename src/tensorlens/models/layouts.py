@@ -1,4 +1,4 @@
-"""Where the hidden state is in what modules take and give, and how its axes become tokens and channels."""
+"""Where the hidden state is among the arguments and results of modules, and how its axes become tokens and channels."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings"
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The state or the logits in what a module returned: a loss and a missing loss are passed over."""
+    """The state or the logits among what a module returned: a loss and a missing loss are skipped."""
     if isinstance(output, Tensor):
         return output if is_state(output) else None
     for name in NAMES:

@@ -43,7 +43,7 @@ HEADS = ("auto", *_AUTO_CLASSES)
 """What `head=` takes: the checkpoint's own head (`auto`), none, or a named one."""
 
 PLAIN_ATTENTION = (None, "eager", "sdpa")
-"""Attention that the configuration of a checkpoint may ask for by itself."""
+"""Attention that the configuration of a checkpoint may choose without the user."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -52,7 +52,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# Parts that no hidden state passes through, so that a checkpoint without them is whole to us.
+# Parts that no hidden state passes through, so a checkpoint without them counts as complete.
 _UNUSED_PARTS = ("pooler", "mask_token")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
@@ -177,7 +177,7 @@ def _attention(attention: str) -> str:
 def _pin_attention(config: PretrainedConfig) -> None:
     """Let transformers choose the attention unless the configuration names a plain one.
 
-    Any other name may be a repository of kernels, which are code from elsewhere; so they are for the user to ask for.
+    Any other name may be a repository of kernels, which are code from elsewhere, so the user must ask for them.
     """
     for part in [getattr(config, name, None) for name in config.sub_configs]:
         if part is not None:
@@ -317,7 +317,7 @@ def _read_image_processor(folder: Path, *, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _converted(folder: Path) -> Iterator[None]:
-    """What goes wrong with a copy that we converted says where it is: removing it mends it."""
+    """Errors about a converted copy say where it is: removing it fixes them."""
     try:
         yield
     except LoadError as error:
@@ -328,7 +328,7 @@ def _converted(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings and no bars of transformers inside, except for downloads."""
+    """A context without warnings and progress bars of transformers, except for downloads."""
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""Modes a model is run in: at inference, in its own precision, whatever the caller has set; all left as found."""
+"""The modes a model runs in: inference, its own precision, whatever the caller has set; all are restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model without dropout; afterwards each module is in the mode it was in, and its data are what they were.
 
-    A model may write into its buffers, and the next pass is to find what this one found.
+    A model may write into its buffers, and the next pass must find what this one found.
     """
     modules = module_tree(model).values()
     training = [module for module in modules if module.training]
@@ -98,7 +98,7 @@ class _Kept:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Whether a list, dictionary or set holds the very things that it held."""
+    """Whether a list, dictionary or set still has the same objects in it."""
     if isinstance(value, dict):
         value, before = [*value, *value.values()], [*before, *before.values()]
     return all(map(operator.is_, value, before))
@@ -119,9 +119,9 @@ def eagerly() -> Iterator[None]:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Collect no garbage meanwhile.
+    """Pause garbage collection.
 
-    A pass makes many small objects that stay, so that Python would look through the whole process again and again, for
+    A pass makes many small objects that stay, so Python would search the whole process again and again, for
     a third of the time of a recording.
     """
     collects = gc.isenabled()

@@ -1,7 +1,7 @@
-"""Module calls of a thread, told to whoever looks on.
+"""Module calls of a thread, reported to observers.
 
 `nn.Module.__call__` runs `_compiled_call_impl` of a module, where it has one. So a module reports its calls by having
-one while anybody looks on; calls of other threads go straight through it. The class is not patched, which would make
+one while it is observed; calls of other threads are not affected. The class is not patched, which would make
 Python forget what it knows of every class of modules.
 """
 
@@ -20,11 +20,11 @@ Call = Callable[..., Any]
 """Calls a module: takes it and the arguments."""
 
 Observer = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""Is told of a module, how to call it, and the arguments; gives what the call is to give."""
+"""Called with a module, a function that calls it, and the arguments; returns the result of the call."""
 
 
 class _Thread(threading.local):
-    """Who looks on in a thread."""
+    """The observers of a thread."""
 
     observer: Observer | None = None
 
@@ -32,19 +32,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.Lock()
 _reporting: dict[int, tuple[int, Call | None]] = {}
-"""Modules that report: how many look on, and what they had in its place."""
+"""Modules that report: the number of observers, and what stood there before."""
 
 
 @contextmanager
-def observing(observer: Observer, model: nn.Module, methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """Let the calls of a model's modules in this thread go by an observer.
+def observing(observer: Observer, modules: Sequence[nn.Module], methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Send the calls of some modules in this thread to an observer.
 
     Args:
-        observer: Whom they are told.
-        model: The model.
+        observer: Receives them.
+        modules: The modules, each once.
         methods_of: Modules whose methods count as calls too, for code that does not call the modules themselves.
     """
-    before, modules = _thread.observer, list(module_tree(model).values())
+    before = _thread.observer
     placed = [(module, name) for module in methods_of for name in own_methods(module) if name not in module.__dict__]
     _begin_reporting(modules)
     _thread.observer = observer
@@ -128,7 +128,7 @@ def _observed_method(module: nn.Module, method: Call) -> Call:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Call) -> Iterator[None]:
-    """Another forward for calls of this thread, so that the module's hooks stay around it."""
+    """A replacement forward for calls of this thread; the module's hooks stay around it."""
     own, first, thread = module.__dict__.get("forward"), module.forward, threading.get_ident()
 
     def replaced(*args: Any, **kwargs: Any) -> Any:

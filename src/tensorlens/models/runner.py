@@ -21,7 +21,7 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
-from tensorlens.models.module_calls import Call, Observer, observing
+from tensorlens.models.module_calls import Call, Observer, module_tree, observing
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
@@ -52,6 +52,7 @@ def running(
     *,
     grad: bool = False,
     observer: Observer | None = None,
+    modules: Sequence[nn.Module] = (),
     methods_of: Sequence[nn.Module] = (),
 ) -> Iterator[None]:
     """A context in which the model can be called: for inference, in its own precision, without compiled code.
@@ -61,10 +62,13 @@ def running(
     Args:
         model: The user's model, or a part of it.
         grad: Whether gradients are followed.
-        observer: Called at every module call; may change its arguments and its result.
+        observer: Called at module calls; may change their arguments and results.
+        modules: The modules at whose calls it is called; all of them if there are none.
         methods_of: Modules whose methods count as calls too; see `observing`.
     """
-    seen = nullcontext() if observer is None else observing(observer, model, methods_of)
+    seen: AbstractContextManager[None] = nullcontext()
+    if observer is not None:
+        seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
     with (
         garbage_kept(),
         in_own_precision(),
@@ -113,7 +117,7 @@ def run(
     n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
     route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
     methods_of = anatomy.blocks if anatomy.by_methods else ()
-    with running(anatomy.model, grad=grad, observer=route.at, methods_of=methods_of):
+    with running(anatomy.model, grad=grad, observer=route.at, modules=route.modules, methods_of=methods_of):
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)
@@ -144,6 +148,8 @@ class _Route:
         self._blocks = {id(block) for block in self.anatomy.blocks}
         end = self.anatomy.body_end
         self._end = self.anatomy.model.get_submodule(end) if end else None
+        some = (*self.anatomy.blocks, self.anatomy.unembedding, self._end, *self.taken, *self.given)
+        self.modules = [*{id(module): module for module in some if module is not None}.values()]
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module in self.taken:

@@ -38,8 +38,8 @@ from tensorlens.program.nodes import Slot, words
 from tensorlens.program.program import Program
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.one_pass import record
 from tensorlens.recording.prologue import Reborn
+from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
 

@@ -6,6 +6,7 @@ cotangents at once (rows, norms, sketches) go by matrix products where the block
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -436,8 +437,8 @@ class FrozenOperator(TensorOperator):
     @cached_property
     def bytes_per_cotangent(self) -> int:
         """About the memory for one cotangent on its way: the widest slot of the program, twice, and the state."""
-        specs = self.recording.program.specs.values()
-        widest = max(torch.Size(spec.shape).numel() for spec in specs) // self.recording.n_samples
+        sizes = [math.prod(spec.shape) for spec in self.recording.program.specs.values()]
+        widest = max(sizes) // self.recording.n_samples
         return (2 * widest + 4 * self.input.numel()) * self.compute_type.itemsize
 
     def pull_outputs(

@@ -160,7 +160,7 @@ def product_of(factors: Sequence[Tensor]) -> Tensor:
 
 
 def _has(pieces: Chain, kinds: str) -> bool:
-    return any(piece.kind in kinds.split() for piece in pieces)
+    return not {piece.kind for piece in pieces}.isdisjoint(kinds.split())
 
 
 def _check_alike(paths: Iterable[Factored]) -> None:

@@ -35,14 +35,15 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError
 from tensorlens.program.composite import rows_of_attention
 from tensorlens.program.marks import move
-from tensorlens.program.nodes import Axes, Held, Slot, Step, at_least_float32, leaves, mapped, words
-from tensorlens.program.program import Program
+from tensorlens.program.nodes import Axes, Held, Step, at_least_float32, leaves, words
+from tensorlens.program.program import Program, filled
 
 Kind = Literal["weight", "scale", "token", "gain", "take", "centre"]
 
@@ -99,7 +100,7 @@ class Path(NamedTuple):
     @property
     def has_weights(self) -> bool:
         """Whether it goes through a matrix."""
-        return any(piece.kind == "weight" for piece in self.pieces)
+        return "weight" in [piece.kind for piece in self.pieces]
 
 
 def has_norm(pieces: Chain) -> bool:
@@ -196,17 +197,12 @@ class StepReader:
             if step.operation in REORDERING:
                 self.found[step.out] = self._move(step)
             elif step.operation in READERS:
-                known = mapped(step.args, self._known)
+                known = filled(step.args, self.found, self.program.constants)
                 self.found[step.out] = READERS[step.operation](self, step.out, *known, **step.options)
             else:
                 raise NotFoldable(f"`{step.operation}` is not followed")
         except NotFoldable as error:
             raise NotFoldable(f"{error} (in `{step.module or 'the model'}`)") from None
-
-    def _known(self, leaf: Any) -> Any:
-        if type(leaf) is Slot:
-            return self.found[leaf.index]
-        return self.program.constants[leaf.index] if type(leaf) is Held else leaf
 
     def _move(self, step: Step) -> Paths:
         holds = step.operation not in ("index", "index_select") and any(type(x) is Held for x in leaves(step.args))
@@ -235,14 +231,14 @@ class StepReader:
     def scaled(self, value: Paths, by: Any) -> Paths:
         """A value multiplied by a constant, whatever that varies with."""
         by = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
-        value = self.expanded(value, torch.broadcast_shapes(value.shape, by.shape))
+        value = self.expanded(value, np.broadcast_shapes(value.shape, by.shape))
         # Of a single token nothing varies; what has all axes was made of it, and is not a weight.
         of_single = self.n_samples * self.n_tokens == 1 and by.dim() == len(value.shape)
         by = by.view((1,) * (len(value.shape) - by.dim()) + tuple(by.shape))
         by = by[tuple([slice(1) if stride == 0 else slice(None) for stride in by.stride()])]
         sizes = list(zip(value.shape, by.shape, value.is_channel, strict=True))
-        per_row = of_single or any(n > 1 for _, n, is_one in sizes if not is_one)
-        per_channel = any(n > 1 for _, n, is_one in sizes if is_one)
+        per_row = of_single or math.prod([n for _, n, is_one in sizes if not is_one]) > 1
+        per_channel = math.prod([n for _, n, is_one in sizes if is_one]) > 1
         by = by.expand([n if (per_channel if is_one else per_row) else 1 for n, _, is_one in sizes])
         if not per_row:
             return value.then(Piece("scale", by.flatten() if per_channel else by.reshape(())))
@@ -252,7 +248,7 @@ class StepReader:
 
     def added(self, a: Any, b: Any) -> Paths:
         """A sum of two values, of which one may be constant: that is left out."""
-        shape = torch.broadcast_shapes(*(getattr(one, "shape", ()) for one in (a, b)))
+        shape = np.broadcast_shapes(getattr(a, "shape", ()), getattr(b, "shape", ()))
         a, b = (self.expanded(one, shape) if isinstance(one, Paths) else None for one in (a, b))
         if a is None or b is None:
             return a or b  # type: ignore[return-value]

@@ -20,7 +20,7 @@ import tensorlens.program.derivative_step  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
-from tensorlens.program.operations import OPERATIONS, Operation, fit
+from tensorlens.program.operations import OPERATIONS, fit
 from tensorlens.program.printed import printed
 
 
@@ -85,7 +85,7 @@ class Program:
     @cached_property
     def linear(self) -> Program:
         """T without B: the same steps with all added constants left out, and additions of nothing removed."""
-        return _LinearPart(self).program()
+        return _without_constants(self)
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Program:
         """The same program with the values of some slots multiplied by constants, wherever they are read."""
@@ -318,51 +318,41 @@ def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> A
     return given if type(args) is list else tuple(given)
 
 
-class _LinearPart:
-    """Leaves out what is added, and the steps that then do nothing."""
+def _without_constants(program: Program) -> Program:
+    """Leave out what is added, and the steps that then do nothing."""
+    steps, constants = list[Step](), _Growing(program.constants)
+    same: dict[int, int] = {}  # for the result of each addition that was left out, the slot that now holds it
 
-    def __init__(self, program: Program) -> None:
-        self.of = program
-        self.constants = _Growing(program.constants)
-        self.same: dict[int, int] = {}
-        """For the result of each addition that was left out, the slot that now holds it."""
+    def now(leaf: Any) -> Any:
+        return Slot(same.get(leaf.index, leaf.index)) if type(leaf) is Slot else leaf
 
-    def program(self) -> Program:
-        steps = [changed for step in self.of.steps if (changed := self._step(step)) is not None]
-        outputs = tuple([self.same.get(slot, slot) for slot in self.of.outputs])
-        return replace(self.of, steps=tuple(steps), constants=self.constants, outputs=outputs)
-
-    def _step(self, step: Step) -> Step | None:
-        operation, args = OPERATIONS[step.operation], step.args
-        if not self.same.keys().isdisjoint(step.slots):
-            args = mapped(args, self._now)
-        added = [place for place in operation.joint if place < len(args) and self._is_added(args[place])]
-        if step.operation in ("add", "sub") and added and (step.operation == "add" or added == [1]):
-            source = args[1 - added[0]]
-            if self.of.specs[source.index] == self.of.specs[step.out]:
-                self.same[step.out] = source.index
-                return None
-        if added:
-            args = tuple([self._without(operation, place, v) if place in added else v for place, v in enumerate(args)])
-        return step if args is step.args else replace(step, args=args)
-
-    def _now(self, leaf: Any) -> Any:
-        return Slot(self.same.get(leaf.index, leaf.index)) if type(leaf) is Slot else leaf
-
-    def _is_added(self, value: Any) -> bool:
-        return type(value) is not Slot and any(
-            type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value)
-        )
-
-    def _without(self, operation: Operation, place: int, value: Any) -> Any:
-        """What replaces an added constant: None if the operation allows it in this place, otherwise zeros."""
-        return None if place in operation.optional else mapped(value, self._zero)
-
-    def _zero(self, leaf: Any) -> Any:
+    def zero(leaf: Any) -> Any:
         if type(leaf) is not Held:
             return leaf if type(leaf) is Slot else 0
-        value = self.constants[leaf.index]
-        return self.constants.bind(value.new_zeros(()).expand(value.shape))
+        value = constants[leaf.index]
+        return constants.bind(value.new_zeros(()).expand(value.shape))
+
+    for step in program.steps:
+        operation, is_moved = OPERATIONS[step.operation], not same.keys().isdisjoint(step.slots)
+        args = mapped(list(step.args), now) if is_moved else list(step.args)
+        added = [place for place in operation.joint if place < len(args) and _is_added(args[place])]
+        if step.operation in ("add", "sub") and added and (step.operation == "add" or added == [1]):
+            source = args[1 - added[0]]
+            if program.specs[source.index] == program.specs[step.out]:
+                same[step.out] = source.index
+                continue
+        for place in added:
+            args[place] = None if place in operation.optional else mapped(args[place], zero)
+        steps.append(replace(step, args=tuple(args)) if added or is_moved else step)
+    outputs = tuple([same.get(slot, slot) for slot in program.outputs])
+    return replace(program, steps=tuple(steps), constants=constants, outputs=outputs)
+
+
+def _is_added(value: Any) -> bool:
+    """Whether a constant is among the values at a joint place."""
+    return type(value) is not Slot and any(
+        type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value)
+    )
 
 
 class _Growing(Sequence[Tensor]):

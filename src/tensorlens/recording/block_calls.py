@@ -22,9 +22,9 @@ from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import is_live, raw
+from tensorlens.recording.live import is_live, raw, spec_of
 from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
-from tensorlens.recording.tape import Tape, recording_on, spec_of
+from tensorlens.recording.tape import Tape, recording_on
 from tensorlens.tolerances import CERTIFICATE, TINY
 
 
@@ -69,11 +69,11 @@ class BlockCall:
     def record(self, x: Tensor, rules: Rules) -> BlockProgram:
         """The program of the block at a state, with all its steps and constants."""
         places = ModulePlaces(self.module, self.path)
-        run = Tape(rules, weights=places.weights.values())
+        run = Tape(rules, weights=places.weights)
         found = self._record(x, run, places)
         if not run.changed_constants():
             return found
-        copying = Tape(rules, weights=places.weights.values(), copies=True)  # it has overwritten a constant
+        copying = Tape(rules, weights=places.weights, copies=True)  # it has overwritten a constant
         return self._record(x, copying, places)
 
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
@@ -160,7 +160,7 @@ class KeptBlocks:
         places = run.prune(self._since, self._first)
         self.calls.append(call)
         some = range(self._first, len(run.constants))
-        held = [n for n in some if run.constants[n] is not None and not run.of_weights[n]]
+        held = [n for n in some if run.constants[n] is not None and n not in run.names]
         self._spent += sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
         is_dropped = call.is_closed and (self._has_other_weights or not self._has_room())
         output = raw(Tensor.clone, output) if is_dropped else None

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Slot, at_least_float32
-from tensorlens.recording.live import Live, is_live, raw, tape, value_of
+from tensorlens.program.nodes import at_least_float32
+from tensorlens.recording.live import Live, is_live, now, raw, spec_of, value_of
 from tensorlens.recording.roles import Role
-from tensorlens.recording.tape import spec_of
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -28,19 +27,13 @@ WEIGHTS: dict[str, tuple[float, float]] = {
 """How much of a product follows its first factor, and how much its second."""
 
 
-def held(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, held: ordinary tensors."""
-    return raw(function, *args, **kwargs)
-
-
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
     """`x` ⊙ factor + added, with the value that the model itself has there."""
-    run = tape()
+    run = now.tape
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
         return run.emit("mul", value, x, factor, role=role)
-    slot = run.append("gain", (x, factor), {}, spec_of(value))
-    return run.emit("add", value, Slot(slot), added, role=role)
+    return run.emit("add", value, run.emit("gain", spec_of(value), x, factor), added, role=role)
 
 
 def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = None) -> Live:
@@ -104,7 +97,7 @@ def product(
         note: The convention it rests on.
         options: Further arguments of the operation.
     """
-    run = tape()
+    run = now.tape
     of_a, of_b = WEIGHTS[how]
     if not of_a:
         return run.emit(operation, value, value_of(a), b, *options, role=role, note=note)
@@ -112,16 +105,16 @@ def product(
         return run.emit(operation, value, a, value_of(b), *options, role=role, note=note)
     spec = spec_of(value)
     first, second = (raw(torch.mul, x, w) if w != 1 else value_of(x) for x, w in ((a, of_b), (b, of_a)))
-    slots = [
-        run.append(operation, (a, second, *options), {}, spec, note),
-        run.append(operation, (first, b, *options), {}, spec, note),
-    ]
+    parts = (
+        run.emit(operation, spec, a, second, *options, note=note),
+        run.emit(operation, spec, first, b, *options, note=note),
+    )
     if of_a + of_b == 1:
-        return run.emit("add", value, Slot(slots[0]), Slot(slots[1]), role=role, note=note)
-    both = run.append("add", (Slot(slots[0]), Slot(slots[1])), {}, spec, note)
-    return run.emit("sub", value, Slot(both), raw(Tensor.clone, value), role=role, note=note)
+        return run.emit("add", value, *parts, role=role, note=note)
+    both = run.emit("add", spec, *parts, note=note)
+    return run.emit("sub", value, both, raw(Tensor.clone, value), role=role, note=note)
 
 
 def is_same_tensor(a: Any, b: Any) -> bool:
     """Whether two arguments are one live value."""
-    return a is b or is_live(a) and is_live(b) and tape().slot_of(a) == tape().slot_of(b) and a.shape == b.shape
+    return a is b or is_live(a) and is_live(b) and now.tape.slot_of(a) == now.tape.slot_of(b) and a.shape == b.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import TypeIs
 
 from tensorlens.errors import NotLinearError
+from tensorlens.program.nodes import Spec
 from tensorlens.recording.roles import Role
 
 
@@ -23,15 +25,21 @@ now = _Thread()
 """`now.tape` is the recording of this thread, or None."""
 
 
-def tape() -> Any:
-    """The recording of this thread, or None."""
-    return now.tape
+quiet = torch._C.DisableTorchFunctionSubclass
+"""The context in which torch functions are not seen."""
+no_kernels = torch._C._DisableTorchDispatch
+"""The context in which kernels are not seen."""
 
 
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function without rules: live tensors count as their values, and results are ordinary tensors."""
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with quiet(), no_kernels():
         return function(*args, **kwargs)
+
+
+def spec_of(value: Tensor) -> Spec:
+    """What kind of tensor a value is."""
+    return Spec(tuple(value.shape), value.dtype, value.device)
 
 
 class Followed(Tensor):
@@ -57,45 +65,6 @@ class Followed(Tensor):
             return raw(func, *args, **(kwargs or {}))
         return run.call(func, types, args, kwargs or {})
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Its sizes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.shape.__get__(self)  # type: ignore[attr-defined]
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Its type."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dtype.__get__(self)  # type: ignore[attr-defined]
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.device.__get__(self)
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """Its number of axes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dim(self)
-
-    @property
-    def is_nested(self) -> bool:  # type: ignore[override]
-        """False: such tensors are not followed."""
-        return False
-
-    def dim(self) -> int:
-        """Its number of axes."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.dim(self)
-
-    def size(self, *args: Any, **kwargs: Any) -> Any:
-        """Its sizes, or one of them."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.size(self, *args, **kwargs)
-
     def __deepcopy__(self, memo: Any) -> Tensor:
         """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
         return self.clone()
@@ -111,15 +80,33 @@ class Followed(Tensor):
         return self
 
 
+def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same answer without a detour by the rules."""
+
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with quiet():
+            return function(x, *args, **kwargs)
+
+    return answer
+
+
+for _name in ("shape", "dtype", "device", "ndim", "is_nested"):
+    setattr(Followed, _name, property(_quietly(getattr(Tensor, _name).__get__)))
+for _name in ("dim", "size"):
+    setattr(Followed, _name, _quietly(getattr(Tensor, _name)))
+
+
 class Live(Followed):
     """A tensor that depends on the program's input.
 
     `slot`: its place on the tape.
+    `spec`: its shape, type and device, which are asked for all the time.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
     """
 
     slot: int
+    spec: Spec
     stamp: int
     seen: int | None = None
 
@@ -166,9 +153,9 @@ def value_of(value: Any) -> Any:
     return raw(Tensor.detach, value)
 
 
-_SIMPLE = frozenset(
-    [int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, Tensor, nn.Parameter]
-)
+PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
+"""Types of arguments that are not tensors."""
+SIMPLE = PLAIN | {Tensor, nn.Parameter}
 """Types of most arguments without a live tensor: one check instead of three."""
 
 
@@ -183,7 +170,7 @@ def _collect(values: Any, found: list[Followed]) -> None:
     # A list that is filled, not nested generators: this runs for every kernel of a pass.
     for value in values:
         kind = type(value)
-        if kind in _SIMPLE:
+        if kind in SIMPLE:
             continue
         if kind in FOLLOWED:
             found.append(value)

@@ -1,18 +1,25 @@
-"""Module calls of a recording: where in the model it is, and adapters."""
+"""Module calls of a recording: where in the model it is, and adapters; and the weights as they were then."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
+from tensorlens.errors import InputError
 from tensorlens.models.module_calls import forward_replaced, module_tree
 from tensorlens.recording.live import found_in
-from tensorlens.recording.rules.modules import adapted_places, find_adapter, has_adapter, qualified
-from tensorlens.recording.rules.recurrences import calls_kernels, with_kernels
+from tensorlens.recording.rules.modules import (
+    adapted_places,
+    calls_kernels,
+    find_adapter,
+    has_adapter,
+    qualified,
+    with_kernels,
+)
 from tensorlens.recording.tape import Tape
 from tensorlens.recording.writes import address_of
 
@@ -57,13 +64,6 @@ class ModulePlaces:
     def addresses(self) -> dict[str, int]:
         """Where the memory of each weight begins."""
         return {name: address_of(weight) for name, weight in self.weights.items()}
-
-    def names_of(self, constants: Sequence[Tensor | None]) -> dict[int, str]:
-        """Which constants lie in the memory of the model's weights, and what these are called."""
-        by_address = {address: name for name, address in self.addresses.items()}
-        by_address.pop(0, None)
-        places = {n: address_of(value) for n, value in enumerate(constants) if value is not None}
-        return {n: by_address[address] for n, address in places.items() if address in by_address}
 
 
 class ModuleCalls:
@@ -125,3 +125,40 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         with forward_replaced(module, forward):
             return call(module, *args, **kwargs)
+
+
+class Weights:
+    """Which memory the weights of a model were in, and how often it had been written to.
+
+    Args:
+        places: Where the parts of the model are.
+    """
+
+    def __init__(self, places: ModulePlaces) -> None:
+        self._model, self._then = places.model, _memory(places)
+
+    def check(self, what: str) -> None:
+        """Refuse a question that runs the model again where its weights are others now.
+
+        Args:
+            what: The question.
+
+        Raises:
+            InputError: says which weight.
+        """
+        now = _memory(ModulePlaces(self._model))
+        changed = next((name for name in {**self._then, **now} if now.get(name) != self._then.get(name)), None)
+        if changed is not None:
+            raise InputError(
+                f"`{changed}` was modified or replaced after this input was recorded. {what} needs the model as it "
+                "was: ask the lens for the input again."
+            )
+
+
+def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
+    where = places.addresses
+    return {
+        name: (where[name], 0 if one.is_inference() else one._version)
+        for name, one in places.weights.items()
+        if isinstance(one, nn.Parameter)
+    }

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from tensorlens.recording.live import found_in, is_live, raw
-from tensorlens.recording.names import name_of
-from tensorlens.recording.table import DESCRIBES
+from tensorlens.recording.table import DESCRIBES, name_of
 from tensorlens.recording.writes import address_of
 from tensorlens.trees import tensors_in
 

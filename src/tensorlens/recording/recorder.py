@@ -1,17 +1,24 @@
-"""`Recorder`: one pass under way. It knows where live values begin, where the blocks are and where the pass ends."""
+"""`record` runs a model once and keeps the program it leaves behind. A `Recorder` is one pass under way.
+
+It knows where live values begin, where the blocks are and where the pass ends.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens import cancel
-from tensorlens.errors import AnatomyError
-from tensorlens.models.anatomy import Anatomy
+from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
+from tensorlens.memory import is_out_of_memory
+from tensorlens.models.anatomy import Anatomy, never_ran, observe
 from tensorlens.models.layouts import (
     AxisLayout,
     axis_layout,
@@ -22,17 +29,18 @@ from tensorlens.models.layouts import (
     state_layout,
     state_of,
 )
-from tensorlens.models.runner import running
+from tensorlens.models.runner import own_errors, running
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
+from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.block_calls import BlockCall, KeptBlocks
-from tensorlens.recording.live import Live, found_in, is_live, raw, value_of
-from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
+from tensorlens.recording.conventions import Rules
+from tensorlens.recording.live import Live, found_in, is_live, raw, spec_of, value_of
+from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, Weights
 from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
-from tensorlens.recording.tape import Tape, recording_on, spec_of
-from tensorlens.recording.weights import Weights
+from tensorlens.recording.tape import Tape, recording_on
 from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
@@ -137,7 +145,7 @@ class Recorder:
         if self.starts_at_embedding:
             slots[0], states[0] = inputs, torch.cat([state for _, state in self.begun], 1)
         run.leave_inference_mode()
-        held = Constants(run.constants, self.places.names_of(run.constants))
+        held = Constants(run.constants, run.names)
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
         self.blocks.make_fetchable(held, states, run.rules)
         return Recording(
@@ -377,3 +385,74 @@ class Recorder:
 def _is_choice(value: Any) -> bool:
     """Whether an argument may be the numbers of experts, (token, choice)."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+# The whole of it ------------------------------------------------------------------------------------------------------
+
+
+def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None, *, n_samples: int = 1) -> Recording:
+    """Run the model once on `inputs`.
+
+    Args:
+        anatomy: The model and where its parts are.
+        inputs: Keyword arguments for the model's forward.
+        rules: The conventions; the defaults of `Rules` if None.
+        n_samples: How many samples the inputs hold.
+    """
+    inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
+    try:
+        found = _recorded(anatomy, inputs, rules or Rules(), n_samples)
+    except OtherParts:
+        other, _ = observe(anatomy.model, inputs, blocks=anatomy.asked)
+        found = record(replace(other, n_alike=None), inputs, rules, n_samples=n_samples)
+        origin = found.from_model("A recording")
+        # The next input may take a different path again.
+        return replace(found, origin=origin._replace(anatomy=replace(origin.anatomy, n_alike=other.n_alike)))
+    except (TensorLensError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        with own_errors(anatomy.model, inputs), running(anatomy.model):
+            anatomy.model(**inputs)  # raises if the model itself cannot take the input
+        if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
+            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
+        raise
+    if found is None:
+        raise never_ran(anatomy.model, anatomy.stack)
+    return found
+
+
+def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
+    """One anatomy tried; None if no block ran."""
+    places, copies = ModulePlaces(anatomy.model), False
+    while True:
+        run = Tape(rules, weights=places.weights, n_samples=n_samples, copies=copies)
+        recorder = Recorder(anatomy, inputs, run, places)
+        try:
+            found = recorder.go()
+        except StartEarly:
+            anatomy = replace(anatomy, starts_early=True)
+            continue
+        if not copies and run.changed_constants():
+            copies = True  # the model has overwritten a constant: record once more, with copies
+            continue
+        return found
+
+
+def _why_it_stopped(model: nn.Module, error: Exception) -> str:
+    """The message for an error that occurs only while recording, such as torch's about a tensor subclass."""
+    ours = Path(__file__).parents[1]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not Path(one.filename).is_relative_to(ours)]
+    own = [one for one in frames if not Path(one.filename).is_relative_to(Path(torch.__file__).parent)]
+    place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
+    return (
+        f"Under the rules `{type(model).__name__}` stopped{place}, although it runs on its own: "
+        f"{type(error).__name__}: "
+        f"{error}. Expected code that accepts tensor subclasses; write that step in plain torch "
+        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+    )
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()

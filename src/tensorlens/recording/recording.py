@@ -23,8 +23,8 @@ from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.module_paths import Weights
 from tensorlens.recording.sinks import with_live_sinks
-from tensorlens.recording.weights import Weights
 
 Heads = Mapping[int, Tensor]
 """Multipliers of heads, by block."""
@@ -176,7 +176,7 @@ class Recording:
 
     @cached_property
     def _by_head(self) -> dict[int, int]:
-        """The mixtures in which heads can be told apart, by slot, and how many heads they have."""
+        """The mixtures in which heads are distinguishable, by slot, and how many heads they have."""
         found = {mixture.slot: count_heads(self.program, mixture) for mixture in self.mixtures}
         return {slot: n for slot, n in found.items() if n is not None}
 
@@ -184,7 +184,7 @@ class Recording:
         return next(mixture.block for mixture in self.mixtures if mixture.slot == slot)
 
     def from_model(self, what: str) -> Origin:
-        """The model behind this recording, to be run again.
+        """The model behind this recording, for running it again.
 
         Raises:
             MethodError: it was loaded from a file, without one.
@@ -327,7 +327,7 @@ class Recording:
         return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
 
     def bias_of_sinks(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor | None:
-        r"""How much more B is than with no sink held (`Rules.sink`), (sample, token, channel); None if none is held."""
+        r"""The part of B that comes from a held sink (`Rules.sink`), (sample, token, channel); None if none is held."""
         held = self.part(span, heads, to_logits=to_logits)
         live = with_live_sinks(held)
         if live is held:

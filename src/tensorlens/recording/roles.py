@@ -1,7 +1,7 @@
 """Roles: what a tensor came from, as far as a product needs to know.
 
 Which factor of a product gates is meaning, not calculus: in φ(W_g x) ⊙ (W_u x) the activated factor is the gate, in
-z ⊙ σ(z) the sigmoid is. So tensors carry a role, which linear functions hand on and contractions with a weight drop.
+z ⊙ σ(z) the sigmoid is. So tensors carry a role, which linear functions pass on and contractions with a weight drop.
 Every decision about roles is in this file; which factor of a gated feed-forward is then held is `Rules.gate`.
 """
 
@@ -30,7 +30,7 @@ class Role(Enum):
     SIZE = "size"
     """|x|."""
     SCALE = "scale"
-    """Made of sizes, or a denominator: what others are divided by and multiplied with."""
+    """Made of sizes, or a denominator: a scale of other tensors."""
     STEP = "step"
     """A sign."""
     CHOICE = "choice"
@@ -38,10 +38,10 @@ class Role(Enum):
 
 
 FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.STEP])
-"""Roles of what multiplies other live tensors."""
+"""Roles of factors, which multiply other live tensors."""
 
 CARRIED = frozenset([Role.ACTIVATED, Role.ATTENTION])
-"""Roles that a function of `KEEPS_ROLE` hands on, whatever its other arguments are."""
+"""Roles that a function of `KEEPS_ROLE` passes on, whatever its other arguments are."""
 
 KEEPS_ROLE = words(
     "add sub mul div view reshape flatten unflatten squeeze unsqueeze transpose permute contiguous clone "
@@ -84,7 +84,7 @@ def after_linear(name: str, roles: Sequence[Role | None], rules: Rules, *, reads
 
 
 def of_factors(roles: Sequence[Role | None], rules: Rules) -> Role | None:
-    """What is made of live factors alone: a factor again."""
+    """A tensor made of live factors alone is a factor again."""
     if not roles or not all(is_factor(role, rules) for role in roles):
         return None
     kinds = set(roles)
@@ -94,7 +94,7 @@ def of_factors(roles: Sequence[Role | None], rules: Rules) -> Role | None:
 
 
 def of_largest(role: Role | None, rules: Rules) -> Role | None:
-    """The mean or the largest of sizes |x| is a norm: a number by which others are scaled."""
+    """The mean or the largest of sizes |x| is a norm: a number that scales others."""
     return Role.SCALE if role is Role.SIZE else of_factors([role], rules)
 
 
@@ -124,7 +124,7 @@ def of_product(first: Role | None, second: Role | None, rules: Rules) -> str | N
 
 
 def of_matrix_product(first: Role | None, second: Role | None, rules: Rules) -> str:
-    """The same for a matrix product: attention and what has no role follow `Rules.attention`."""
+    """The same for a matrix product: attention and tensors without a role follow `Rules.attention`."""
     if Role.ATTENTION in (first, second) and rules.attention != "hold":
         return rules.attention
     by_factor = of_product(first, second, rules)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorlens.models.precision import in_float64
 from tensorlens.program.nodes import Slot
 from tensorlens.program.program import Program
-from tensorlens.recording.live import is_live, raw, tape, value_of
+from tensorlens.recording.live import is_live, now, raw, value_of
 
 if TYPE_CHECKING:
     from tensorlens.recording.recording import Recording
@@ -35,7 +35,7 @@ def without_sink(values: Any, axis: int = -2) -> Any:
 
     They become $0 · v_1 + v_1^0$: the step that adds $v_1^0$ is where the sink enters the program.
     """
-    run = tape()
+    run = now.tape
     since, block = run.rules.sink, run.block
     if not isinstance(since, int) or block is None or block < since or not is_live(values) or values.dim() < 2:
         return values

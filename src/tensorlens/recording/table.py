@@ -1,4 +1,4 @@
-"""The table of rules: what each torch function becomes.
+"""The table of rules: what each torch function becomes, under one name for all its spellings.
 
 A rule runs the function for its value and appends affine steps of its own; what it gives is live. Most rules take the
 function's own arguments; a *family* of functions that are treated alike also takes which of them it was. A function
@@ -14,11 +14,64 @@ import torch
 
 from tensorlens.program.nodes import words
 from tensorlens.recording.live import now, raw
-from tensorlens.recording.names import name_of
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 TableRule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[str, TableRule] = {}
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def _spellings(text: str) -> dict[str, str]:
+    """From each spelling to its name, given as ``name: spelling spelling, name: …``."""
+    rows = [row.split(":") for row in text.split(",")]
+    return {spelling: name.strip() for name, spellings in rows for spelling in spellings.split()}
+
+
+_OPERATORS = _spellings(
+    "floor_divide: floordiv, div: truediv, rdiv: rtruediv, div_: itruediv, mul_: imul, add_: iadd, sub_: isub, "
+    "pow_: ipow, add: radd, mul: rmul, bitwise_not: invert, bitwise_and_: iand, bitwise_or_: ior, "
+    "item: bool int float complex index"
+)
+_ALIASES = _spellings(
+    "div: true_divide divide, mul: multiply, sub: subtract, clamp: clip, abs: absolute, cat: concat concatenate, "
+    "neg: negative, transpose: swapaxes swapdims, softmax: _softmax _safe_softmax, log_softmax: _log_softmax, "
+    "gt: greater, lt: less, ge: greater_equal, le: less_equal, ne: not_equal, sigmoid: expit, trunc: fix, "
+    "max_pool1d: max_pool1d_with_indices, max_pool2d: max_pool2d_with_indices, max_pool3d: max_pool3d_with_indices, "
+    "movedim: moveaxis, view: _unsafe_view _reshape_alias, item: _local_scalar_dense, pad_constant: constant_pad_nd, "
+    "linalg_vector_norm: vector_norm, atan: arctan, asin: arcsin, asinh: arcsinh, atanh: arctanh, acos: arccos"
+)
+_NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+_NOT_FIRST = ("where", "searchsorted")
+"""Functions whose `input` is not their first argument."""
+
+
+def name_of(function: Any) -> str:
+    """One name for all spellings of a torch function; reading an attribute of a tensor is ``get:attribute``."""
+    return known(function).name
+
+
+def _name(function: Any) -> str:
+    # An overload such as `aten.mul.Tensor` goes by the name of its packet, `mul`.
+    name = getattr(getattr(function, "overloadpacket", function), "__name__", type(function).__name__)
+    if name in ("__get__", "__set__"):
+        return f"{name[2:5]}:{function.__self__.__name__}"
+    if name.startswith("__") and name.endswith("__"):
+        name = _OPERATORS.get(name[2:-2], name[2:-2])
+    name = name.removeprefix("special_")
+    is_in_place = name.endswith("_") and not name.startswith("_")
+    return _ALIASES.get(name[:-1], name[:-1]) + "_" if is_in_place else _ALIASES.get(name, name)
+
+
+def spelled_alike(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One spelling of arguments: torch also takes numpy's `axis` and `keepdims`, and what it works on as `input=`."""
+    kwargs = {_NUMPYS_NAMES.get(key, key): value for key, value in kwargs.items()}
+    if not args and name not in _NOT_FIRST:
+        for key in ("input", "self"):
+            if key in kwargs:
+                args = (kwargs.pop(key),)
+    return args, kwargs
+
 
 DESCRIBES = words(
     "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
@@ -33,6 +86,37 @@ DESCRIBES = words(
     "get:volatile is_shared get:name get:is_mtia"
 )
 """Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
+
+
+class Function(NamedTuple):
+    """What a torch function is to a recording.
+
+    Attributes:
+        name: One name for all its spellings.
+        describes: Whether nothing of the values passes on.
+        is_kernel: Whether it is a kernel of torch's dispatcher.
+    """
+
+    name: str
+    describes: bool
+    is_kernel: bool
+
+
+KNOWN: dict[Any, Function] = {}
+"""Cache of lookups."""
+
+
+def known(function: Any) -> Function:
+    """What a function is, looked up once."""
+    found = KNOWN.get(function)
+    if found is None:
+        name = _name(function)
+        found = Function(name, name in DESCRIBES, isinstance(function, torch._ops.OpOverload))
+        KNOWN[function] = found
+    return found
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
 
 
 def family(names: str) -> Callable[[AnyRule], AnyRule]:
@@ -64,7 +148,7 @@ def of_value(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule that takes (run, name, value, args, kwargs), `value` being what the function itself gave."""
 
     def register(rule: AnyRule) -> AnyRule:
-        RULES.update(dict.fromkeys(names.split(), OfValue(rule)))
+        family(names)(OfValue(rule))
         return rule
 
     return register
@@ -74,10 +158,7 @@ def rule(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule that takes the function's own arguments."""
 
     def register(of_arguments: AnyRule) -> AnyRule:
-        def apply(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return of_arguments(*args, **kwargs)
-
-        RULES.update(dict.fromkeys(names.split(), apply))
+        family(names)(lambda function, name, args, kwargs: of_arguments(*args, **kwargs))
         return of_arguments
 
     return register
@@ -91,41 +172,10 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """
 
     def register(own: AnyRule) -> AnyRule:
-        def apply(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return own(now.tape, function, args, kwargs)
-
-        RULES.update(dict.fromkeys(names.split(), apply))
+        family(names)(lambda function, name, args, kwargs: own(now.tape, function, args, kwargs))
         return own
 
     return register
-
-
-class Function(NamedTuple):
-    """What a torch function is to a recording.
-
-    Attributes:
-        name: One name for all its spellings.
-        describes: Whether nothing of the values passes on.
-        is_kernel: Whether it is a kernel of torch's dispatcher.
-    """
-
-    name: str
-    describes: bool
-    is_kernel: bool
-
-
-KNOWN: dict[Any, Function] = {}
-"""Cache of lookups."""
-
-
-def known(function: Any) -> Function:
-    """What a function is, looked up once."""
-    found = KNOWN.get(function)
-    if found is None:
-        name = name_of(function)
-        found = Function(name, name in DESCRIBES, isinstance(function, torch._ops.OpOverload))
-        KNOWN[function] = found
-    return found
 
 
 def find_rule(name: str) -> TableRule | None:

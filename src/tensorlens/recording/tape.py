@@ -8,8 +8,7 @@ same table. Held tensors are ordinary tensors: nothing watches them, and a step 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +22,23 @@ from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.live import Followed, Live, Whole, WithRole, found_in, is_live, now, raw, value_of
-from tensorlens.recording.names import spelled_alike
+from tensorlens.recording.live import (
+    PLAIN,
+    SIMPLE,
+    Followed,
+    Live,
+    Whole,
+    WithRole,
+    found_in,
+    is_live,
+    no_kernels,
+    now,
+    quiet,
+    raw,
+    spec_of,
+)
 from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known
+from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known, spelled_alike
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
@@ -45,9 +57,6 @@ COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take of a tensor what stands at places."""
 
-_PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])
-_guard = torch._C.DisableTorchFunctionSubclass
-_no_kernels = torch._C._DisableTorchDispatch
 _tuple: Any = tuple.__new__
 
 
@@ -56,22 +65,27 @@ class Tape:
 
     Args:
         rules: The user's conventions.
-        weights: Tensors of the model, by identity: they are bound by reference.
+        weights: Tensors of the model by name: they are bound by reference.
         n_samples: How many samples the inputs hold.
         copies: Whether other constants are copied when they are bound, for a model that writes over them later.
     """
 
     def __init__(
-        self, rules: Rules, *, weights: Iterable[Tensor] = (), n_samples: int = 1, copies: bool = False
+        self,
+        rules: Rules,
+        *,
+        weights: Mapping[str, Tensor] | None = None,
+        n_samples: int = 1,
+        copies: bool = False,
     ) -> None:
         self.rules, self.n_samples, self.copies = rules, n_samples, copies
-        self.weights = frozenset(map(id, weights))
+        self.weights = {id(weight): name for name, weight in (weights or {}).items()}
         self.steps: list[Step] = []
         self.constants: list[Tensor | None] = []
         self.specs: dict[int, Spec] = {}
         self.path: list[str] = [""]
         self.block: int | None = None
-        self.rules_applied: Counter[tuple[str, str]] = Counter()
+        self.rules_applied: dict[tuple[str, str], int] = {}
         self.mixes_samples: str | None = None
         self.is_running = False
         self.refused: Exception | None = None
@@ -83,8 +97,8 @@ class Tape:
         self._bound: dict[int, tuple[Held, Tensor, int]] = {}
         self._keys: list[int] = []
         self._versions: list[int] = []
-        self.of_weights: list[bool] = []
-        """For each constant whether it is one of the model's own, or a view of one."""
+        self.names: dict[int, str] = {}
+        """Which constants are weights of the model, or views of them, and what these are called."""
 
     @property
     def module(self) -> str:
@@ -96,49 +110,41 @@ class Tape:
     def emit(
         self,
         operation: str,
-        value: Tensor,
+        value: Any,
         /,
         *args: Any,
         role: Role | None = None,
         note: str | None = None,
         **options: Any,
-    ) -> Live:
+    ) -> Any:
         """Append a step and give its value, live.
 
         Args:
             operation: A name in `program.OPERATIONS`.
-            value: What the model itself computed there.
+            value: What the model itself computed there; or its `Spec`, for a step whose `Slot` alone is asked for.
             *args: Arguments of the operation: live tensors become slots, ordinary ones constants.
             role: Role of the result.
             note: A convention that the step rests on.
             **options: Options of the operation.
         """
         # What `live` does, spelled out: most of the calls of a pass end here.
-        if type(value) is not Tensor:
-            value = raw(Tensor.detach, value)
-        spec = _tuple(Spec, (tuple(value.shape), value.dtype, value.device))
-        stamp = UNCOUNTED if value.is_inference() else value._version
-        slot = self.append(operation, args, options, spec, note)
-        value.__class__ = Live
-        value.slot, value.of, value.stamp = slot, self, stamp  # type: ignore[attr-defined]
-        if role is not None:
-            value.role = role  # type: ignore[attr-defined]
-        self.alive.append(weakref.ref(value))  # type: ignore[arg-type]
-        return value  # type: ignore[return-value]
-
-    def append(
-        self, operation: str, args: tuple[Any, ...], options: dict[str, Any], spec: Spec, note: str | None = None
-    ) -> int:
-        """Append a step without a live tensor for its value, and return its slot."""
-        coded, slots, held = list[Any](), list[int](), list[int]()
-        with _guard():
+        made: Any = None
+        spec, stamp = value, 0
+        if type(value) is not Spec:
+            made = value if type(value) is Tensor else raw(Tensor.detach, value)
+            spec = _tuple(Spec, (tuple(made.shape), made.dtype, made.device))
+            stamp = UNCOUNTED if made.is_inference() else made._version
+        coded: list[Any] = []
+        slots: list[int] = []
+        held: list[int] = []
+        with quiet():
             for arg in args:
                 kind = type(arg)
                 if kind is Live:
                     index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
                     slots.append(index)
                     coded.append(Slot(index))
-                elif kind in _PLAIN or kind is tuple and _PLAIN.issuperset(map(type, arg)):
+                elif kind in PLAIN or kind is tuple and PLAIN.issuperset(map(type, arg)):
                     coded.append(arg)
                 elif kind is Tensor or kind is Parameter:
                     constant = self.bind(arg)
@@ -153,7 +159,14 @@ class Tape:
         step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
         step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
-        return slot
+        if made is None:
+            return Slot(slot)
+        made.__class__ = Live
+        made.slot, made.spec, made.of, made.stamp = slot, spec, self, stamp
+        if role is not None:
+            made.role = role
+        self.alive.append(weakref.ref(made))
+        return made
 
     def new_slot(self, spec: Spec) -> int:
         """A slot that no step has filled yet: an input."""
@@ -165,7 +178,8 @@ class Tape:
         """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
         found: Any = self._followed(value, Live, role)
         found.slot = slot
-        with _guard():
+        with quiet():
+            found.spec = spec_of(found)
             found.stamp = UNCOUNTED if found.is_inference() else found._version
         return found
 
@@ -177,14 +191,9 @@ class Tape:
         self.alive.append(weakref.ref(found))
         return found
 
-    def spec(self, x: Tensor) -> Spec:
-        """What kind of tensor a live one is, without asking it, or any other."""
-        found = self.specs.get(x.slot) if type(x) is Live else None
-        return spec_of(x) if found is None else found
-
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
-        with _guard():
+        with quiet():
             if x.stamp >= 0 and x.stamp == x._version:
                 return x.slot
         if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
@@ -192,11 +201,10 @@ class Tape:
         return x.slot
 
     def bind(self, value: Tensor) -> Held:
-        """Bind a tensor as a constant: by reference, and once per tensor and version of its memory."""
+        """Bind a tensor as a constant, away from torch functions: by reference, once per version of its memory."""
         key = id(value)
         try:
-            with _guard():
-                version = value._version
+            version = value._version
         except RuntimeError:
             version = UNCOUNTED
         known = self._bound.get(key)
@@ -206,26 +214,17 @@ class Tape:
         held = Held(n)
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value if type(value) is Tensor and not value.requires_grad else raw(Tensor.detach, value)
-        if (self.copies or version == UNCOUNTED) and not self._is_fixed(value):
+        name = self.weights.get(key) or self.weights.get(id(value._base))
+        is_fixed = name is not None and (not self.copies or isinstance(value, Parameter))  # buffers may be written over
+        if (self.copies or version == UNCOUNTED) and not is_fixed:
             constant = raw(Tensor.clone, constant)
             version = version_of(constant)
         self.constants.append(constant)
         self._keys.append(key)
         self._versions.append(version)
-        with _guard():
-            self.of_weights.append(key in self.weights or id(value._base) in self.weights)
+        if name is not None:
+            self.names[n] = name
         return held
-
-    def _is_fixed(self, value: Tensor) -> bool:
-        """Whether a tensor is bound by reference always: a weight, but no buffer that the model writes over."""
-        return self.is_weight(value) and (not self.copies or isinstance(value, Parameter))
-
-    def is_weight(self, value: Tensor) -> bool:
-        """Whether a tensor is one of the model's own, or a view of one."""
-        if id(value) in self.weights:
-            return True
-        with torch._C.DisableTorchFunctionSubclass():
-            return id(value._base) in self.weights
 
     def forget_constant(self, n: int) -> None:
         """Drop a constant; if the tensor is bound again, it becomes a new one."""
@@ -247,7 +246,7 @@ class Tape:
             slots.append(self.slot_of(value))
             return Slot(slots[-1])
         if kind is tuple or kind is list or kind is torch.Size:
-            parts = [part if type(part) in _PLAIN else self._code(part, slots, held) for part in value]
+            parts = [part if type(part) in PLAIN else self._code(part, slots, held) for part in value]
             return parts if kind is list else tuple(parts)
         if kind is Slot:
             slots.append(value.index)
@@ -260,7 +259,8 @@ class Tape:
 
     def note(self, rule: str) -> None:
         """Note that a rule was applied in the current module."""
-        self.rules_applied[rule, self.path[-1]] += 1
+        key = rule, self.path[-1]
+        self.rules_applied[key] = self.rules_applied.get(key, 0) + 1
 
     def note_cast(self, value: Tensor, source: torch.dtype) -> None:
         """Note where a model leaves the precision of its states."""
@@ -300,7 +300,7 @@ class Tape:
         weights, values = (Slot(self.slot_of(x)) if is_live(x) else arg for x, arg in pairs)
         self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, weights))
 
-    def note_fused(self, mixed: Live, query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: Any) -> None:
+    def note_fused(self, mixed: Live, query: Any, key: Any, value: Any) -> None:
         """A fused kernel has mixed values."""
         if self.block is None:
             return
@@ -324,15 +324,11 @@ class Tape:
             if last.block == self.block and last.end is None and not last.is_fused:
                 self.meetings[-1] = last._replace(end=self.slot_of(scores))
 
-    @property
-    def place(self) -> str:
-        """Where the pass is, in words."""
-        return "outside of the blocks" if self.block is None else f"block {self.block}"
-
     def refusal(self, operation: str) -> NotLinearError:
         """Why an operation cannot be made linear, where, and what to do."""
+        place = "outside of the blocks" if self.block is None else f"block {self.block}"
         return NotLinearError(
-            f"`{operation}` in `{self.module or 'the model'}` ({self.place}) has no rule that would make it "
+            f"`{operation}` in `{self.module or 'the model'}` ({place}) has no rule that would make it "
             "exactly linear. Expected operations that are linear, or that the rules can hold fixed. Register an "
             "adapter for the module's class with `tensorlens.adapter`, or a rule for the function with "
             "`tensorlens.rules_for`."
@@ -383,13 +379,13 @@ class Tape:
     def changed_constants(self) -> list[int]:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
-        with _guard():
+        with quiet():
             return [n for n, (x, then) in pairs if x is not None and then != UNCOUNTED and x._version != then]
 
     def leave_inference_mode(self) -> None:
         """Make ordinary tensors of constants that a model's own inference mode made: others may be differentiated."""
         for n, value in enumerate(self.constants):
-            if value is not None and value.is_inference() and not self.of_weights[n]:
+            if value is not None and value.is_inference() and n not in self.names:
                 self.constants[n] = value.clone()
 
     # Functions --------------------------------------------------------------------------------------------------------
@@ -404,11 +400,11 @@ class Tape:
                 return self.call(function, types, args, kwargs)
         if peek_interpreter_stack() is not None:
             raise self.refusal(f"{name} within torch.func (vmap, grad)")
-        if kwargs and (not args or "axis" in kwargs or "keepdims" in kwargs):
-            args, kwargs = spelled_alike(name, args, kwargs)
         if not is_kernel and torch._C._is_any_autocast_enabled():
             return self.by_kernels(function, args, kwargs)  # whose casts are below the function
         if kwargs:
+            if not args or "axis" in kwargs or "keepdims" in kwargs:
+                args, kwargs = spelled_alike(name, args, kwargs)
             if kwargs.get("out") is not None:
                 return self.writes.out(function, args, kwargs)
             if kwargs.get("inplace"):
@@ -420,7 +416,7 @@ class Tape:
             args, kwargs = self._counted(name, args, kwargs)
         rule = RULES.get(name) or find_rule(name)
         if isinstance(rule, OfValue):
-            with _guard(), _no_kernels():
+            with quiet(), no_kernels():
                 value = function(*args, **kwargs)
             return rule.rule(self, name, value, args, kwargs)
         if rule is not None:
@@ -443,7 +439,7 @@ class Tape:
 
     def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that has no rule of its own: the kernels it calls have theirs."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return function(*args, **kwargs)
 
     def _on_held(
@@ -452,8 +448,7 @@ class Tape:
         """A function of held tensors, one of which carries a role: the role is passed on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
-        # torch writes numbers of its own class alone into strings: of others it writes how they look.
-        result = raw(function, *args, **kwargs) if name != "format" else format(value_of(args[0]), *args[1:])
+        result = raw(function, *args, **kwargs)
         roles = [x.role for x in met]
         if any(type(x) is Whole for x in met):
             return self._of_whole_numbers(name, function, args, kwargs, result)
@@ -521,11 +516,6 @@ def _number_behind(leaf: Any) -> Any:
     return leaf.behind if type(leaf) is Whole and leaf.behind is not None else leaf
 
 
-def spec_of(value: Tensor) -> Spec:
-    """What kind of tensor a value is."""
-    return Spec(tuple(value.shape), value.dtype, value.device)
-
-
 class Kernels(TorchDispatchMode):
     """The level beneath: kernels that read or write live memory without a torch function having explained it."""
 
@@ -540,9 +530,10 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, of = kwargs or {}, self.of
-        if not of.alive and not of.writes.cells:  # nothing is live yet
-            return func(*args, **kwargs)
-        if of.writes.cells:
+        cells = of.writes.cells
+        if not cells and (not of.alive or not kwargs and SIMPLE.issuperset(map(type, args))):
+            return func(*args, **kwargs)  # as it is with most: weights, masks and positions
+        if cells:
             of.writes.revive(args, kwargs)
         met = found_in(args, kwargs)
         if not met:

@@ -17,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, Spec, words
-from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape
-from tensorlens.recording.names import name_of
+from tensorlens.program.nodes import Slot, words
+from tensorlens.recording.live import FOLLOWED, Live, is_live, now, quiet, raw, role_of, spec_of
+from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -93,17 +93,16 @@ class Writes:
         address, geometry = address_of(target), geometry_of(target)
         is_whole = _covers(target, geometry)
         content = None if is_whole else self._content(target)
-        slot = tape.slot_of(new) if is_live(new) else self._constant(new)
+        slot = Slot(tape.slot_of(new)) if is_live(new) else tape.emit("constant", spec_of(new), raw(Tensor.clone, new))
         raw(Tensor.copy_, target, new)
         if content is None:
-            self._set(address, slot, geometry, target)
+            self._set(address, slot.index, geometry, target)
         else:
             n = _length(target)
-            flat = tape.append(
-                "as_strided_scatter", (content, Slot(slot), *geometry), {}, _spec(target)._replace(shape=(n,))
-            )
-            self._set(address, flat, Geometry((n,), (1,), 0), target)
-        made = self._made_live(target, slot, role_of(new))
+            whole = spec_of(target)._replace(shape=(n,))
+            flat = tape.emit("as_strided_scatter", whole, content, slot, *geometry)
+            self._set(address, flat.index, Geometry((n,), (1,), 0), target)
+        made = self._made_live(target, slot.index, role_of(new))
         made.seen = self.cells[address].slot
         return made
 
@@ -121,7 +120,7 @@ class Writes:
             raw(Tensor.resize_, target, result.shape)
         return self.write(target, result)
 
-    def flat(self, x: Live) -> int:
+    def flat(self, x: Live) -> Slot:
         """The slot of the whole memory behind x, flat and in the order of storage."""
         slot = self._tape.slot_of(x)
         cell = self._cell(x)
@@ -138,7 +137,7 @@ class Writes:
         if cell.geometry == geometry:
             x.slot = cell.slot
         else:
-            x.slot = tape.append("as_strided", (Slot(self._flat(cell, x)), *geometry), {}, _spec(x))
+            x.slot = tape.emit("as_strided", spec_of(x), self._flat(cell, x), *geometry).index
         x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
@@ -169,9 +168,6 @@ class Writes:
         self.borrowed.append(x)
         return self._tape.live(x, slot)
 
-    def _constant(self, value: Tensor) -> int:
-        return self._tape.append("constant", (raw(Tensor.clone, value),), {}, _spec(value))
-
     def _made_live(self, target: Tensor, slot: int, role: Any) -> Live:
         if type(target) is not Live:
             self.borrowed.append(target)
@@ -200,11 +196,11 @@ class Writes:
         """The content of the whole memory behind a view, flat: a slot, or a constant."""
         tape, cell = self._tape, self._cell(target)
         if cell is not None:
-            return Slot(self._flat(cell, target))
+            return self._flat(cell, target)
         base = raw(getattr, target, "_base")
         base = self._owner(target) if base is None else base
         if is_live(base):
-            return Slot(self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target))  # type: ignore[arg-type]
+            return self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target)  # type: ignore[arg-type]
         if is_live(target):
             return None  # the memory around a live view without a base is not readable from now on
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
@@ -217,18 +213,17 @@ class Writes:
         found = (x for x in alive if x is not None and is_live(x) and address_of(x) == address)
         return next((x for x in found if _covers(x, geometry_of(x))), target)
 
-    def _flat(self, cell: Cell, x: Tensor) -> int:
+    def _flat(self, cell: Cell, x: Tensor) -> Slot:
         """The slot of a memory, flat and in the order of storage."""
-        tape, shape, n = self._tape, cell.geometry.shape, _length(x)
+        tape, shape, n, slot = self._tape, cell.geometry.shape, _length(x), Slot(cell.slot)
         order = _order(cell.geometry)
         if order is None or cell.geometry.offset or math.prod(shape) != n:
             raise tape.refusal("a write into a part of memory that no tensor shows whole")
-        spec = _spec(x)
-        slot = cell.slot
+        spec = spec_of(x)
         if order != list(range(len(shape))):
             turned = tuple([shape[axis] for axis in order])
-            slot = tape.append("permute", (Slot(slot), tuple(order)), {}, spec._replace(shape=turned))
-        return slot if len(shape) == 1 else tape.append("reshape", (Slot(slot), (n,)), {}, spec._replace(shape=(n,)))
+            slot = tape.emit("permute", spec._replace(shape=turned), slot, tuple(order))
+        return slot if len(shape) == 1 else tape.emit("reshape", spec._replace(shape=(n,)), slot, (n,))
 
 
 def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -241,8 +236,9 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     else:
         functional = next(getattr(place, base) for place in (Tensor, torch, F) if hasattr(place, base))
     target = args[0]
-    new = functional(*((_stand_in(target), *args[1:]) if not is_live(target) else args), **kwargs)
-    return tape().writes.write(target, new)
+    before = target if is_live(target) else raw(Tensor.clone, target)
+    new = functional(before, *args[1:], **kwargs)
+    return now.tape.writes.write(target, new)
 
 
 def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -250,13 +246,8 @@ def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     x = args[0]
     new = getattr(torch, name)(*args, **kwargs)
     raw(function, *args, **kwargs)
-    x.slot, x.stamp = new.slot, version_of(x)
+    x.slot, x.spec, x.stamp = new.slot, new.spec, version_of(x)
     return x
-
-
-def _stand_in(target: Tensor) -> Tensor:
-    """A held target as it was before the write."""
-    return raw(Tensor.clone, target)
 
 
 def _plain_again(x: Tensor) -> Tensor:
@@ -265,7 +256,7 @@ def _plain_again(x: Tensor) -> Tensor:
     A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
     """
     if type(x) in FOLLOWED:
-        for name in ("slot", "role", "of", "stamp", "seen", "behind"):
+        for name in ("slot", "spec", "role", "of", "stamp", "seen", "behind"):
             vars(x).pop(name, None)
         x.__class__ = Tensor  # type: ignore[assignment]
     return x
@@ -274,9 +265,7 @@ def _plain_again(x: Tensor) -> Tensor:
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
     try:
-        if type(x) is Tensor:
-            return x._version
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return x._version
     except RuntimeError:
         return UNCOUNTED
@@ -295,9 +284,7 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
     try:
-        if type(tensor) is Tensor:
-            return tensor.untyped_storage().data_ptr()
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
         return 0
@@ -305,13 +292,13 @@ def address_of(tensor: Tensor) -> int:
 
 def geometry_of(x: Tensor) -> Geometry:
     """How a tensor lies in its memory."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with quiet():
         return Geometry(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _length(x: Tensor) -> int:
     """How many numbers of its type the memory of a tensor holds."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with quiet():
         return x.untyped_storage().nbytes() // x.dtype.itemsize
 
 
@@ -330,7 +317,3 @@ def _order(geometry: Geometry) -> list[int] | None:
             return None
         expected *= shape[axis]
     return order
-
-
-def _spec(x: Tensor) -> Spec:
-    return Spec(tuple(x.shape), x.dtype, x.device)

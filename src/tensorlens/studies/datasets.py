@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
-from tensorlens.studies.identity import digest_of
+from tensorlens.studies.runs import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")
 LABEL_COLUMNS = ("label", "sentiment", "labels", "class", "category")

@@ -38,12 +38,10 @@ from tensorlens.models.inputs import forward_parameters, tokenizer_of
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.identity import digest_of, model_settings
 from tensorlens.studies.intervals import N_RESAMPLES, short
-from tensorlens.studies.members import MEMBERS, check_member, member_lens, split
-from tensorlens.studies.options import Options, chosen_options
+from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import Section, Table, with_interval, write_page
-from tensorlens.studies.runs import Record, Run, StudyResult
+from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings
 
 SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
@@ -319,11 +317,11 @@ def cell_of(cells: Mapping[str, Any], column: str) -> str:
 
 
 class Scorer:
-    """The methods of one lens; items of one length share one recording for each member of the rules.
+    """The methods of one lens; items of one length share one recording per rule set.
 
     Args:
         lens: The model.
-        methods: Names of maps, with the member after an @.
+        methods: Names of maps, with the rule set after an @.
     """
 
     def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
@@ -368,20 +366,11 @@ class Scorer:
             for one in found:
                 one["missing"] |= dict.fromkeys(names, reason_of(error))
             return
-        tensors: list[Any] = []
         for name in names:
             began, base = now(), split(name)[0]
             try:
-                if METHODS[base].takes_samples:
-                    wanted = targets if METHODS[base].takes_target else None
-                    probes = PROBES if base == "tensor.norm" else None
-                    maps = batch.maps(base, out_token, targets=wanted, probes=probes)
-                else:
-                    tensors = tensors or list(batch)
-                    wanted = targets if base.startswith("gradient.") else [None] * len(items)
-                    maps = [
-                        T.map(base, out_token=out_token, target=one) for T, one in zip(tensors, wanted, strict=True)
-                    ]
+                wanted = targets if METHODS[base].takes_target else None
+                maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
             except (TensorLensError, torch.OutOfMemoryError) as error:
                 for one in found:
                     one["missing"][name] = reason_of(error)
@@ -401,7 +390,7 @@ def item_record(item: Item, target: Target, truth: Iterable[float], scored: Reco
 
 
 def is_item_right(logits: Tensor, target: Target) -> bool:
-    """Whether the model knows what is asked: what it does not know it has no evidence for."""
+    """Whether the model knows the answer: if not, it has no evidence for it."""
     if isinstance(target, tuple):
         good, bad = (int(one) for one in target)
         return bool(logits[good] > logits[bad])
@@ -430,7 +419,7 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
 
 
 def now() -> float:
-    """Seconds on a clock, when everything asked of a GPU so far is done."""
+    """Seconds on a clock, after all GPU work so far has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -442,7 +431,7 @@ def reason_of(error: BaseException) -> str:
 
 
 # Measures -------------------------------------------------------------------------------------------------------------
-# Ties are broken at random, and the expectation is what counts: a method that says nothing gets what chance gets. A
+# Ties are broken at random, and the expectation is what counts: a method that says nothing scores at chance. A
 # score that is not a number is the lowest of all.
 
 Scores = Sequence[float | None]
@@ -488,11 +477,11 @@ MEASURES: dict[str, Callable[[Scores, Truth], float]] = {
 
 # Summary --------------------------------------------------------------------------------------------------------------
 # Intervals are paired bootstraps: the items of every set are drawn anew with replacement, the same ones for all
-# methods. A judge's number is the mean over its sets, so that a large set counts no more than a small one.
+# methods. A benchmark's number is the mean over its sets, so a large set counts no more than a small one.
 
 
 def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of a run, by judge.
+    """The summary of a run, by benchmark.
 
     Args:
         records: The items, in the order of their index.
@@ -537,7 +526,7 @@ def _counts(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _comparison(records: Sequence[Record], methods: Sequence[str], measure: str, seed: int) -> dict[str, Any]:
-    """One measure of every method, best first, and what chance gets."""
+    """One measure of every method, best first, and the chance level."""
     by_set: dict[str, list[Record]] = {}
     for record in records:
         by_set.setdefault(record["set"], []).append(record)
@@ -601,7 +590,7 @@ def judge_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def judge_table(found: dict[str, Any]) -> Table:
-    """What each method of a judge gets, its interval, its difference to In+Class of the paper, its cost."""
+    """The score of each method on a benchmark, its interval, its difference to the paper's In+Class, its cost."""
     rows = []
     for measure, compared in list(found["measures"].items())[:1]:  # the one that ranks
         head, less = measure.replace("_", " "), "less the paper's T"
@@ -619,7 +608,7 @@ def _shown(one: dict[str, Any], form: str = ".3f") -> str:
 
 
 def counts_line(found: dict[str, Any]) -> str:
-    """How many items were measured, and what became of the others."""
+    """How many items were measured, and what happened to the others."""
     left_out: Counter[str] = Counter()
     for one in found["sets"].values():
         left_out.update(one["left_out"])

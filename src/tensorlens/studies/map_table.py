@@ -38,7 +38,7 @@ class MapTable:
 
     Args:
         out: A folder, made if it is not there; or a .csv or .jsonl file, beside which the folder is made.
-        settings: Everything the maps depend on, as plain data; others than those it was begun with are refused.
+        settings: Everything the maps depend on, as plain data; different ones are refused when it is resumed.
     """
 
     def __init__(self, out: str | Path, settings: dict[str, Any]) -> None:

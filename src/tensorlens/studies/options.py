@@ -1,18 +1,23 @@
 """How a study takes its options: a record, single keywords, or a record with some of them changed.
 
 Each study has one `Options` record, which checks itself when it is made and can be read from a file; this is the one
-place where it is made.
+place where it is made. Methods may name a rule set after an @: ``tensor.in_class@attn_lrp``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, MethodError
+from tensorlens.recording.conventions import RULE_SETS, Rules
+
+if TYPE_CHECKING:
+    from tensorlens.lens import Lens
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +60,7 @@ def chosen_options(kind: type[Chosen], options: Chosen | None, changes: Mapping[
 
 
 def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tuple[Any, ...]:
-    """The names chosen for the option `name`, each once; one name by itself will do."""
+    """The names chosen for the option `name`, each once; a single name is accepted."""
     known = tuple(known)
     chosen = (chosen,) if isinstance(chosen, str) else tuple(dict.fromkeys(chosen))
     wrong = next((one for one in chosen if one not in known), None)
@@ -68,3 +73,32 @@ def checked_names(chosen: Iterable[Any], known: Iterable[str], name: str) -> tup
 def _hint(wrong: str, known: Iterable[str]) -> str:
     near = get_close_matches(wrong, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+# Rule sets ------------------------------------------------------------------------------------------------------------
+
+
+MEMBERS: dict[str, Rules] = {name: getattr(Rules, name)() for name in RULE_SETS if name != "cp_lrp"}
+"""The rule sets that are compared."""
+
+
+def split(name: str) -> tuple[str, str]:
+    """The map and the rule set of a name."""
+    base, _, member = name.partition("@")
+    return base, member or "paper"
+
+
+def check_member(name: str) -> None:
+    """Refuse a name whose rule set does not exist, or whose map takes none.
+
+    Raises:
+        MethodError: There is no such method.
+    """
+    base, member = split(name)
+    if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
+        raise MethodError(f"TensorLens has no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")
+
+
+def member_lens(lens: Lens, member: str) -> Lens:
+    """The same model under a rule set, with the user's choice of the output."""
+    return lens.with_rules(replace(MEMBERS[member], include_final_norm=lens.rules.include_final_norm))

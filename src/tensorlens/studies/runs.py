@@ -15,11 +15,12 @@ a run was interrupted. What a study measures, and its report, belong to the stud
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -30,9 +31,12 @@ from typing import Any, TypedDict
 
 import msgspec
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.lens import Lens
+from tensorlens.models.precision import matmul_precision
 from tensorlens.strict_json import from_json, to_json, write_text
 from tensorlens.studies.processes import Processes
 from tensorlens.versions import package_versions
@@ -435,3 +439,58 @@ def setting_differences(name: str, there: Any, here: Any) -> Iterator[str]:
     elif there != here:
         before, now = (text if len(text) <= 80 else text[:77] + "…" for text in map(to_json, (there, here)))
         yield f"{name.removeprefix('settings.')} is {before} there and {now} here"
+
+
+# What a run was made with: a name may later refer to different ones ----------------------------------------------
+
+
+N_VALUES = 1024
+"""Values of each weight that enter the digest, evenly spread: training changes all of them, a copy none."""
+
+
+def digest_of(parts: Iterable[str | bytes]) -> str:
+    """Digest of a sequence; ``["ab"]`` and ``["a", "b"]`` differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update((part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part) + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def tensor_digest(value: Tensor) -> str:
+    """Digest of shape, type and all values; the same on every device."""
+    return digest_of([f"{tuple(value.shape)} {value.dtype}", _bytes(value.detach().reshape(-1))])
+
+
+def model_settings(lens: Lens) -> dict[str, Any]:
+    """What a run's numbers depend on of the model: a different model in the same folder is refused."""
+    return {
+        "model": lens.name,
+        "model_class": type(lens.model).__name__,
+        "dtype": str(next(lens.model.parameters()).dtype).removeprefix("torch."),
+        "weights": _weights_digest(lens.model),
+        "rules": lens.rules.as_dict(),
+        "matmul_precision": matmul_precision(),
+    }
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Digest of names, shapes and some values of all weights; the same on every device."""
+    return digest_of(
+        f"{name} {tuple(value.shape)} {value.dtype}\0".encode() + _some_bytes(value)
+        for name, value in sorted(model.state_dict().items())
+        if isinstance(value, Tensor)
+    )
+
+
+def _some_bytes(value: Tensor) -> bytes:
+    if value.is_meta or not value.numel():
+        return b""
+    try:
+        flat = value.detach().reshape(-1)
+        return _bytes(flat[:: -(-len(flat) // N_VALUES)])
+    except (RuntimeError, NotImplementedError, TypeError):  # a packed type that cannot be sliced: by name and shape
+        return b""
+
+
+def _bytes(flat: Tensor) -> bytes:
+    return flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()

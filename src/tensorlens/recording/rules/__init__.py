@@ -1,6 +1,6 @@
 """What each kind of operation becomes: one file per kind. Importing fills the table."""
 
-from tensorlens.recording.rules import (
+from tensorlens.recording.rules import (  # noqa: F401
     activations,
     attention,
     by_derivative,
@@ -10,14 +10,3 @@ from tensorlens.recording.rules import (
     products,
     recurrent_cells,
 )
-
-__all__ = [
-    "activations",
-    "attention",
-    "choices",
-    "by_derivative",
-    "linear",
-    "norms",
-    "products",
-    "recurrent_cells",
-]

@@ -7,18 +7,109 @@ tensor in a product, it is what gates, and is held.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import at_least_float32
-from tensorlens.recording.calculus import Elementwise, scaled, tangent
-from tensorlens.recording.live import Live, is_live, raw, tape, value_of
-from tensorlens.recording.roles import Role, is_factor
-from tensorlens.recording.rules import gains
+from tensorlens.program.nodes import at_least_float32, words
+from tensorlens.recording.calculus import Elementwise, scaled, slope_of, tangent
+from tensorlens.recording.live import Live, is_live, now, raw, value_of
+from tensorlens.recording.roles import Role, is_factor, of_factors
 from tensorlens.recording.table import family, rule
+
+# Gains φ(z)/z in closed form (Eq. 13). No division by z: they are finite everywhere and give the limit φ'(0) at zero.
+# Activations with φ(0) ≠ 0 have no finite ratio; `activate_from` is theirs.
+
+
+def gelu(z: Tensor, approximate: str = "none") -> Tensor:
+    r"""$\Phi(z)$, or its tanh approximation."""
+    if approximate == "tanh":
+        return gelu_tanh(z)
+    return torch.erfc(z * -math.sqrt(0.5)).mul_(0.5)  # not 1 + erf, which loses the digits of a small gain
+
+
+def gelu_tanh(z: Tensor) -> Tensor:
+    r"""$\tfrac12\bigl(1 + \tanh(\sqrt{2/\pi}\,(z + 0.044715 z^3))\bigr)$."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def gelu_quick(z: Tensor) -> Tensor:
+    r"""$\sigma(1.702 z)$."""
+    return torch.sigmoid(1.702 * z)
+
+
+def silu(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\sigma(z)$."""
+    return torch.sigmoid(z)
+
+
+def relu(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\mathbb{1}[z > 0]$."""
+    return (z > 0).to(z.dtype)
+
+
+def leaky_relu(z: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """1 for positive z, the slope elsewhere."""
+    return torch.where(z > 0, torch.ones_like(z), negative_slope)  # of two numbers it would be float32
+
+
+def mish(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\tanh(\mathrm{softplus}(z))$."""
+    return torch.tanh(torch.nn.functional.softplus(z))
+
+
+def hardswish(z: Tensor, inplace: bool = False) -> Tensor:
+    r"""$\mathrm{clip}(z + 3, 0, 6)/6$."""
+    return (z + 3).clamp(0, 6) / 6
+
+
+def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    r"""$\varphi(z)/z$ for an activation without a closed form here, $\varphi'(0)$ where z vanishes.
+
+    Never adds ε to the denominator, which would be infinite at z = -ε and wrong by half at zero.
+    """
+    tiny = 4 * torch.finfo(z.dtype).tiny
+    vanishing = z.abs() < tiny
+    ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
+    if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
+        ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
+    return ratio
+
+
+def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    return slope_of(activation, torch.zeros_like(z))
+
+
+CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
+    "gelu": gelu,
+    "silu": silu,
+    "relu": relu,
+    "leaky_relu": leaky_relu,
+    "mish": mish,
+    "hardswish": hardswish,
+}
+"""Gains by the name of the torch function."""
+
+ZERO_AT_ZERO = words(
+    "tanh erf elu selu celu hardtanh relu6 softsign tanhshrink hardshrink softshrink threshold _threshold prelu rrelu "
+    "atan asinh sinh sin expm1 log1p round trunc floor ceil tan asin atanh erfinv fake_quantize_per_tensor_affine "
+    "fake_quantize_per_channel_affine frac fmod remainder"
+)
+"""Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
+
+STEPS = words("round trunc floor ceil hardtanh relu6")
+"""Those whose exact value matters to comparisons (`x.round() == 1`): z times its gain may miss it by a rounding."""
+
+NONZERO_AT_ZERO = words(
+    "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
+)
+"""Torch functions with φ(0) ≠ 0, which `activations.activate_from` takes; in products they gate."""
+
+
+# Rules ----------------------------------------------------------------------------------------------------------------
 
 
 def activate(run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], value: Elementwise | None = None) -> Any:
@@ -45,7 +136,7 @@ def activate(run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], v
 
 def activate_from(name: str, z: Live, phi: Elementwise, role: Role) -> Live:
     """φ(z) with φ(0) ≠ 0 as φ(0) + gain ⊙ z."""
-    run, y = tape(), raw(phi, z)
+    run, y = now.tape, raw(phi, z)
     if run.rules.activation == "taylor":
         run.note(f"activation derivative: {name}")
         return tangent(z, phi, y, role)
@@ -54,7 +145,7 @@ def activate_from(name: str, z: Live, phi: Elementwise, role: Role) -> Live:
     def parts() -> tuple[Tensor, Any]:
         z0 = at_least_float32(value_of(z))
         at_zero = phi(torch.zeros((), dtype=z0.dtype, device=z0.device))
-        found = gains.quotient(lambda v: phi(v) - at_zero, z0)
+        found = quotient(lambda v: phi(v) - at_zero, z0)
         # Where a model put −∞, such as at experts that were not chosen, nothing moves.
         is_finite = z0.isfinite()
         return torch.where(is_finite, found, 0), torch.where(is_finite, at_zero, y)
@@ -63,37 +154,37 @@ def activate_from(name: str, z: Live, phi: Elementwise, role: Role) -> Live:
     return scaled(z, gain, y, role, raw(Tensor.to, added, y.dtype))
 
 
-@family(" ".join(gains.CLOSED_FORMS))
+@family(" ".join(CLOSED_FORMS))
 def closed_form(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) = 0 whose gain has a closed form."""
     phi, options = _value(function, name, args, kwargs), _options(kwargs)
-    return activate(tape(), name, args[0], lambda z: gains.CLOSED_FORMS[name](z, *args[1:], **options), phi)
+    return activate(now.tape, name, args[0], lambda z: CLOSED_FORMS[name](z, *args[1:], **options), phi)
 
 
-@family(" ".join(gains.ZERO_AT_ZERO))
+@family(" ".join(ZERO_AT_ZERO))
 def other(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) = 0, the gain as a quotient with its limit at zero; `threshold` may have another φ(0)."""
     phi, z = _value(function, name, args, kwargs), args[0]
     name = name.removeprefix("_")
-    if name in gains.STEPS:
-        return activate_from(name, z, phi, Role.FACTOR if is_factor(z.role, tape().rules) else Role.ACTIVATED)
+    if name in STEPS:
+        return activate_from(name, z, phi, Role.FACTOR if is_factor(z.role, now.tape.rules) else Role.ACTIVATED)
     if name == "threshold" and bool(raw(lambda: phi(value_of(z).new_zeros(())).any())):
         return activate_from(name, z, phi, Role.ACTIVATED)
-    return activate(tape(), name, z, lambda v: gains.quotient(phi, v), phi)
+    return activate(now.tape, name, z, lambda v: quotient(phi, v), phi)
 
 
-@family(" ".join(gains.NONZERO_AT_ZERO))
+@family(" ".join(NONZERO_AT_ZERO))
 def factor(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) ≠ 0, in affine form."""
     z = args[0]
-    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(z.role, tape().rules)
+    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(z.role, now.tape.rules)
     return activate_from(name, z, _value(function, name, args, kwargs), Role.GATE if fresh else Role.FACTOR)
 
 
 def _value(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Elementwise:
     options = _options(kwargs)
     if not is_live(args[0]) or any(is_live(value) for value in (*args[1:], *options.values())):
-        raise tape().refusal(f"{name} with a second live argument")
+        raise now.tape.refusal(f"{name} with a second live argument")
     return lambda z: function(z, *args[1:], **options)
 
 
@@ -108,23 +199,19 @@ def glu(x: Live, dim: int = -1) -> Any:
     return value * torch.sigmoid(gate)
 
 
-@family("sign sgn")
-def direction(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """z/|z|: of real numbers an activation, which is what is held in a product."""
-    z = args[0]
-    if not z.dtype.is_complex:
-        return activate_from("sign", z, torch.sign, Role.STEP)
-    size = z.abs()
-    return z / torch.where(size == 0, 1, size)
+@rule("sign sgn")
+def direction(z: Live) -> Any:
+    """z/|z|: an activation, which is what is held in a product."""
+    if z.dtype.is_complex:
+        raise now.tape.refusal("sgn of complex numbers")
+    return activate_from("sign", z, torch.sign, Role.STEP)
 
 
 @rule("abs")
 def absolute(z: Live) -> Any:
     """|x| as x ⊙ sign(x) with the sign held; of complex numbers, the real part of x ⊙ conj(x/|x|)."""
-    run = tape()
+    run = now.tape
     run.note("sign: abs")
-    from tensorlens.recording.roles import of_factors
-
     role = of_factors([z.role], run.rules) or Role.SIZE
     if z.dtype.is_complex:
         turned = z * raw(lambda: value_of(z).sgn().conj().resolve_conj())

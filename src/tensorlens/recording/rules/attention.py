@@ -2,6 +2,7 @@ r"""Attention: A is held and the values stay linear (Eq. 6, 7, 9), or A is live 
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorlens.errors import NotLinearError
-from tensorlens.recording.live import is_live, raw, tape, value_of
+from tensorlens.recording.live import is_live, now, raw, value_of
 from tensorlens.recording.roles import Role
+from tensorlens.recording.rules.modules import with_names
 from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, rule
 
@@ -20,7 +22,7 @@ from tensorlens.recording.table import family, rule
 @family("softmax")
 def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
-    run, weights = tape(), raw(function, *args, **kwargs)
+    run, weights = now.tape, raw(function, *args, **kwargs)
     run.note_cast(weights, args[0].dtype)
     run.note_softmax(args[0])
     if run.rules.attention == "hold":
@@ -31,7 +33,7 @@ def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
     dim = kwargs["dim"] if "dim" in kwargs else next((a for a in args[1:] if type(a) is int), -1)
 
     def parts() -> tuple[Tensor, Tensor]:
-        # What is masked, by zero weight or by the largest number there is, has no derivative.
+        # Masked entries, by zero weight or by the largest number, have no derivative.
         s0 = value_of(scores)
         masked = (weights == 0) | (s0.abs() >= torch.finfo(s0.dtype).max / 2)
         at_temperature = weights if temperature == 1 else (s0.to(weights.dtype) / temperature).softmax(dim)
@@ -58,7 +60,7 @@ def attention_rule(
     enable_gqa: bool = False,
 ) -> Any:
     """Fused attention: with q, k and mask held, A is fixed without being formed; with A live, by its derivative."""
-    run = tape()
+    run = now.tape
     mixed = raw(
         F.scaled_dot_product_attention,
         query,
@@ -95,13 +97,13 @@ def attention_rule(
             shares,
             run.rules.softmax_temperature,
         )
-    run.note_fused(found, query, key, value, mask, is_causal, scale)
+    run.note_fused(found, query, key, value)
     return found
 
 
 def _shares(query: Any, key: Any, value: Any) -> tuple[float, float, float]:
     """How much follows the scores' factors, the matrix and the values: of one live factor alone, all of it."""
-    if tape().rules.attention == "taylor":
+    if now.tape.rules.attention == "taylor":
         return 1.0, 1.0, 1.0
     mixing = 0.5 if is_live(value) else 1.0
     return 0.5 if is_live(query) and is_live(key) else 1.0, mixing, mixing
@@ -126,7 +128,7 @@ def _spelled_out(
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
 )
 def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The kernels of fused attention, by device; what they give beside the mixture only a backward pass reads."""
+    """The kernels of fused attention, by device; their other results are read only by a backward pass."""
     arguments = function._schema.arguments
     given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
     mask = given.get("attn_mask", given.get("attn_bias"))
@@ -138,8 +140,8 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 @family("flex_attention")
 def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`flex_attention`, whatever its scores are made of: what it makes of the unit matrix is A, which is held."""
-    run = tape()
+    """`flex_attention`, whatever its scores are made of: applied to the unit matrix it gives A, which is held."""
+    run = now.tape
     query, key, value, *rest = args
     if run.rules.attention != "hold":
         raise NotLinearError(f"{run.refusal('flex_attention')} Attention can only be held in it.")
@@ -161,78 +163,20 @@ def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 # torch's whole layer --------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = (
-    "query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn "
-    "dropout_p out_proj_weight out_proj_bias training key_padding_mask need_weights attn_mask "
-    "use_separate_proj_weight q_proj_weight k_proj_weight v_proj_weight static_k static_v average_attn_weights "
-    "is_causal"
-)
-
 
 @family("multi_head_attention_forward")
 def multi_head_attention(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Torch's whole attention layer, (token, batch, channel) or (token, channel), by the rules of its parts."""
-    given = dict(zip(_ARGUMENTS.split(), args, strict=False)) | kwargs
-    if given.get("static_k") is not None or given.get("static_v") is not None:
-        raise NotLinearError(
-            "An attention layer that is given keys or values of its own (`static_k`, `static_v`) has no rule. Register "
-            "an adapter for the module's class with `tensorlens.adapter`."
-        )
-    states = [given[key] for key in ("query", "key", "value")]
-    unbatched = states[0].dim() == 2
-    states = [x.unsqueeze(1) for x in states] if unbatched else states
-    q, k, v = (
-        F.linear(x, *parameters).unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
-        for x, parameters in zip(states, _projections(given), strict=True)
-    )
-    k, v = (_with_own(x, given.get(f"bias_{key}"), given.get("add_zero_attn")) for x, key in ((k, "k"), (v, "v")))
-    scores = torch.matmul(q * math.sqrt(1 / q.shape[-1]), k.transpose(-2, -1))
-    for mask in _masks(given, scores):
-        scores = scores + mask
-    weights = torch.softmax(scores, -1)
-    mixed = torch.matmul(weights, v).permute(2, 0, 1, 3).flatten(2)
-    y = F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"])
-    return y.squeeze(1) if unbatched else y, _returned(given, weights, unbatched)
+    """Torch's whole attention layer as its own code, in which fused attention has an axis of heads.
 
-
-def _projections(given: dict[str, Any]) -> list[tuple[Tensor, Tensor | None]]:
-    if given.get("use_separate_proj_weight"):
-        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-    else:
-        weights = list(given["in_proj_weight"].chunk(3))
-    bias = given.get("in_proj_bias")
-    return list(zip(weights, (None,) * 3 if bias is None else bias.chunk(3), strict=True))
-
-
-def _with_own(x: Tensor, learned: Tensor | None, has_zero: bool | None) -> Tensor:
-    """Keys or values with those that the layer brings itself: a learned one, and one that is zero."""
-    batch, n_heads, _, width = x.shape
-    if learned is not None:
-        x = torch.cat([x, learned.view(1, n_heads, 1, width).expand(batch, -1, -1, -1)], 2)
-    return F.pad(x, (0, 0, 0, 1)) if has_zero else x
-
-
-def _masks(given: dict[str, Any], scores: Tensor) -> list[Tensor]:
-    """What is added to the scores, (batch, head, query, key): the attention mask and the padding."""
-    found = []
-    mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
-    if mask is not None and given.get("is_causal") and padding is None and not given.get("need_weights", True):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)  # torch takes its own there
-    if mask is not None:
-        found.append(_additive(mask.unflatten(0, (-1, scores.shape[1])) if mask.dim() == 3 else mask, scores))
-    if padding is not None:
-        found.append(_additive(padding.reshape(-1, 1, 1, padding.shape[-1]), scores))
-    return [F.pad(one, (0, scores.shape[-1] - one.shape[-1])) for one in found]  # the layer's own keys are seen by all
-
-
-def _additive(mask: Tensor, scores: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill(mask, -torch.inf)
-
-
-def _returned(given: dict[str, Any], weights: Tensor, unbatched: bool) -> Tensor | None:
+    Where it also gives the weights, they come from the code that torch itself runs then; nothing else of it is used.
+    """
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    own_code = with_names(function, dict.fromkeys(("has_torch_function",), lambda *_: False))
     if not given.get("need_weights", True):
-        return None
-    weights = weights.mean(1) if given.get("average_attn_weights", True) else weights
-    return weights[0] if unbatched else weights
+        return own_code(**given)
+    mixed, _ = own_code(**given | {"need_weights": False, "is_causal": False})
+    run = now.tape
+    marks = len(run.mixtures), len(run.meetings)
+    _, weights = own_code(**given)
+    del run.mixtures[marks[0] :], run.meetings[marks[1] :]
+    return mixed, weights

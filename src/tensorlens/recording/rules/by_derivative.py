@@ -1,6 +1,6 @@
-"""Kernels by their derivative: what a member that follows derivatives makes of functions without a rule of their own.
+"""Kernels by their derivative: for rule sets that follow derivatives, functions without a rule of their own.
 
-Also products of torch's own that are linear in each of their factors, and functions that are linear in one argument.
+Also kernels that are linear in each of two factors, and functions that are linear in one argument.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.derivative_step import of_some
-from tensorlens.program.nodes import Slot, leaves, mapped
+from tensorlens.program.nodes import leaves, mapped
 from tensorlens.recording.calculus import differentiable, leaf
-from tensorlens.recording.live import is_live, raw, tape, value_of
-from tensorlens.recording.roles import of_matrix_product
+from tensorlens.recording.live import is_live, now, raw, spec_of, value_of
 from tensorlens.recording.table import family
-from tensorlens.recording.tape import spec_of
 
 
 def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives, by its derivative in everything live; a function of several kernels goes by each."""
-    run = tape()
+    """A function by its derivative in everything live; a function of several kernels is taken kernel by kernel."""
+    run = now.tape
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
@@ -59,7 +57,7 @@ def _moving(
         is_linear: Whether it is linear in what moves, so that nothing is added.
         share: How much of it follows what moves.
     """
-    run = tape()
+    run = now.tape
     args = tuple([value_of(arg) if place in held else arg for place, arg in enumerate(args)])
     packed = (args, tuple(kwargs.items()))
     met = [(place, leaf) for place, leaf in enumerate(leaves(packed)) if is_live(leaf)]
@@ -69,18 +67,17 @@ def _moving(
     packed = mapped(packed, lambda leaf: plain[id(leaf)] if id(leaf) in plain else value_of(leaf))
     if not _is_known(function, packed, places, part):
         if part:
-            return value  # beside what it is for a kernel may give counts and places
+            return value  # a kernel may also return counts and places
         raise run.refusal(f"the derivative of {name}")
     given = None if is_linear else raw(Tensor.clone, value)
     arguments = (moved, given, str(function), packed, places, at, part, is_linear and share == 1)
     if share == 1:
         return run.emit("derivative", value, *arguments)
-    slot = run.append("derivative", arguments, {}, spec_of(value))
-    return run.emit("mul", value, Slot(slot), share)
+    return run.emit("mul", value, run.emit("derivative", spec_of(value), *arguments), share)
 
 
 def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | None) -> bool:
-    """Whether torch knows the derivative of a kernel: one that it has none of gives a constant, or says so."""
+    """Whether torch has a derivative of a kernel; without one it returns a constant, or raises."""
 
     def known() -> bool:
         at = [leaf for place, leaf in enumerate(leaves(packed)) if place in places]
@@ -91,22 +88,6 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
         )
 
     return raw(known)
-
-
-@family("linalg_cross _trilinear")
-def bilinear_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A product that is linear in each of two factors, as a matrix product is: of two live ones the left is held."""
-    run = tape()
-    if not isinstance(function, torch._ops.OpOverload):
-        return run.by_kernels(function, args, kwargs)
-    first, second = (0, 1) if name == "linalg_cross" else (0, 2)
-    if name == "_trilinear" and is_live(args[1]):
-        raise run.refusal(f"{name} by a live weight")
-    how = "taylor"
-    if is_live(args[first]) and is_live(args[second]):
-        how = of_matrix_product(args[first].role, args[second].role, run.rules)
-        run.note({"first held": "product: left factor held"}.get(how, f"product: {how}"))
-    return product_by_kernel(function, name, args, kwargs, (first, second), how)
 
 
 def product_by_kernel(
@@ -137,7 +118,7 @@ def product_by_kernel(
 @family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")
 def in_the_first(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is linear in its first argument; what its others decide is held, where products hold."""
-    run = tape()
+    run = now.tape
     if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
         return by_derivative(function, name, args, kwargs)
     value = raw(function, *args, **kwargs)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.recording.live import Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import Live, is_live, now, raw, role_of, value_of
 from tensorlens.recording.roles import Role, of_factors, of_largest
 from tensorlens.recording.table import family
 
@@ -22,20 +22,20 @@ from tensorlens.recording.table import family
 )
 def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a decision that the pass arrived at. It is held."""
-    run = tape()
+    run = now.tape
     run.note(f"held: {name}")
     run.check_samples(name, args, kwargs)
     return run.held(raw(function, *args, **kwargs), Role.CHOICE)
 
 
 MOST_ITEMS = 64
-"""Numbers of one module that may leave for Python: decisions are few, a tensor that is taken apart is not."""
+"""How many numbers of one module may be read by Python: a few are decisions, many are a tensor being copied out."""
 
 
 @family("item")
 def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One value that leaves for Python, to decide something: always the recorded one."""
-    run = tape()
+    """One value read by Python for a decision: always the recorded one."""
+    run = now.tape
     run.note("held: item")
     run.note_mixing("item")
     n_left = run.rules_applied["held: item", run.module]
@@ -44,15 +44,9 @@ def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     return raw(function, *args, **kwargs)
 
 
-@family("format")
-def write(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A value that a model writes into a string."""
-    return raw(format, value_of(args[0]), *args[1:])
-
-
 @family("tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage get:__cuda_array_interface__")
 def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values that leave torch: what comes back from there would be taken for constants."""
+    """Values that leave torch: whatever comes back would count as constants."""
     if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:
         _refuse_leaving(name, args[0].numel())
     return raw(function, *args, **kwargs)
@@ -74,7 +68,7 @@ def clamp(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     bounds = dict(zip(names, args[1:], strict=False)) | kwargs
     if any(is_live(bound) for bound in bounds.values()) or not is_live(x):
         return _between(x, bounds)
-    run = tape()
+    run = now.tape
     run.note("piece: clamp")
     cut = raw(function, *args, **kwargs)
     passed = raw(torch.eq, cut, x)
@@ -96,7 +90,7 @@ def _between(x: Any, bounds: dict[str, Any]) -> Any:
 @family("maximum minimum fmax fmin")
 def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The larger or smaller of two, the choice held."""
-    run = tape()
+    run = now.tape
     run.note(f"piece: {name}")
     first, second = (*args, *kwargs.values())[:2]
     value = raw(function, first, second)
@@ -108,7 +102,7 @@ def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 @family("sort topk kthvalue max min median mode cummax cummin")
 def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values gathered at the recorded places."""
-    run = tape()
+    run = now.tape
     rest = (*args[1:], *kwargs.values())
     if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
         return choose(torch.maximum if name == "max" else torch.minimum, f"{name}imum", args, kwargs)
@@ -117,7 +111,8 @@ def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
         return _of_all(function, name, x)
     run.note(f"decision: {name}")
     run.check_samples(name, args, kwargs)
-    values, places = raw(function, *args, **kwargs)
+    result = raw(function, *args, **kwargs)
+    values, places = result
     position = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[position] if len(args) > position and type(args[position]) is int else -1)
     role = of_largest(x.role, run.rules)
@@ -127,13 +122,12 @@ def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
         column = raw(torch.unsqueeze, places, dim)
         found = x.gather(dim, column).squeeze(dim)
         found.role = role
-    result = raw(function, *args, **kwargs)
     return type(result)((found, run.held(places, Role.CHOICE)))
 
 
 def _of_all(function: Any, name: str, x: Live) -> Any:
     """The one value that a function chooses of all, by its recorded place."""
-    run = tape()
+    run = now.tape
     run.note(f"decision: {name}")
     run.note_mixing(name)
     place = int(raw(lambda: function(value_of(x).reshape(-1), 0)[1]))
@@ -142,13 +136,10 @@ def _of_all(function: Any, name: str, x: Live) -> Any:
     return found
 
 
-@family("amax amin aminmax")
+@family("amax amin")
 def extreme(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest or smallest value over dimensions, gathered at its recorded place; the first one of equals."""
-    run = tape()
-    if name == "aminmax":
-        pair = [extreme(which, key, args, kwargs) for which, key in ((torch.amin, "amin"), (torch.amax, "amax"))]
-        return torch.return_types.aminmax(tuple(pair))  # type: ignore[attr-defined]
+    run = now.tape
     x, rest = args[0], args[1:]
     dims = kwargs.get("dim", rest[0] if rest else ())
     keepdim = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
@@ -170,7 +161,7 @@ def extreme(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 @family("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
 def max_pool(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest value of each window, gathered at its recorded place."""
-    run = tape()
+    run = now.tape
     run.note(f"decision: {name}")
     x, n_axes = args[0], int(name[-2])
     gives_places = kwargs.get("return_indices", False) or "indices" in str(function)
@@ -180,18 +171,3 @@ def max_pool(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     values = x.flatten(-n_axes).gather(-1, raw(Tensor.flatten, places, -n_axes)).unflatten(-1, places.shape[-n_axes:])
     values.role = of_factors([role_of(x)], run.rules)
     return (values, places) if gives_places else values
-
-
-@family("frac fmod remainder")
-def periodic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The part of z that a period leaves: an activation, unless the period is live."""
-    from tensorlens.recording.rules.activations import activate
-    from tensorlens.recording.rules.gains import quotient
-
-    if not is_live(args[0]) or any(map(is_live, (*args[1:], *kwargs.values()))):
-        raise tape().refusal(name)
-
-    def phi(z: Tensor) -> Tensor:
-        return function(z, *args[1:], **kwargs)
-
-    return activate(tape(), name, args[0], lambda z: quotient(phi, z), phi)

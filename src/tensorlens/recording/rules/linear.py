@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, leaves, words
+from tensorlens.program.nodes import leaves, mapped, words
 from tensorlens.program.operations import LINEAR_FUNCTIONS
-from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, now, raw, role_of, spec_of, value_of
 from tensorlens.recording.roles import Role, after_linear
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
+from tensorlens.recording.writes import refuse_coarse
 
 
 def role_after(name: str, *args: Any) -> Role | None:
@@ -34,12 +35,12 @@ def role_after(name: str, *args: Any) -> Role | None:
         held = next((x.role for x in met if x.role is Role.ATTENTION), None)
         return held if held and not roles else None
     reads_weight = any(isinstance(value, Tensor) and type(value) not in FOLLOWED for value in leaves(args))
-    return after_linear(name, roles, tape().rules, reads_weight=reads_weight)
+    return after_linear(name, roles, now.tape.rules, reads_weight=reads_weight)
 
 
 def same(x: Live, value: Tensor, role: Role | None) -> Live:
     """The same numbers in another tensor: no step at all."""
-    return x if value is x else tape().live(value, tape().slot_of(x), role)
+    return x if value is x else now.tape.live(value, now.tape.slot_of(x), role)
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
@@ -51,7 +52,7 @@ def reshaped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     x = args[0]
     if type(x) is not Live:
         return value  # of the live argument only the shape is read
-    spec = run.spec(x)
+    spec = x.spec
     if value.dtype is not spec.dtype:
         raise run.refusal(f"{name} as another type of numbers")
     shape = tuple(value.shape)
@@ -60,23 +61,18 @@ def reshaped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     return run.emit("reshape", value, x, shape, role=x.role and role_after(name, x))
 
 
-@of_value("transpose permute t movedim adjoint get:T get:mT get:H get:mH")
+@of_value("transpose permute t get:T get:mT")
 def permuted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Axes in another order."""
     x = args[0]
     axes = list(range(value.dim()))
-    if value.is_complex() and name in ("adjoint", "get:H", "get:mH"):
-        return x.mT.conj()
     if name == "transpose":
         i, j = (*args[1:], *kwargs.values())
         axes[i], axes[j] = axes[j], axes[i]
     elif name == "permute":
         given = (*args[1:], *kwargs.values())
         axes = [axis % len(axes) for axis in (given if type(given[0]) is int else given[0])]
-    elif name == "movedim":  # told apart by their sizes
-        like = torch.empty([axis + 2 for axis in axes], device="meta")
-        axes = [size - 2 for size in raw(torch.movedim, like, *args[1:], **kwargs).shape]
-    elif name in ("t", "get:T", "get:H"):
+    elif name in ("t", "get:T"):
         axes.reverse()
     else:
         axes[-2:] = axes[:-3:-1]
@@ -99,10 +95,10 @@ def unchanged(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
     return same(x, value, x.role and (role_after(name, x) or (x.role if x.role is Role.GATE else None)))
 
 
-@family("detach_ requires_grad_ get:data deepcopy")
-def itself(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor itself, or its numbers by another name."""
-    return args[0] if name.endswith("_") else (torch.clone if name == "deepcopy" else torch.detach)(args[0])
+@rule("detach_ get:data")
+def itself(x: Live, *_: Any) -> Any:
+    """Its numbers by another name."""
+    return torch.detach(x)
 
 
 COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64"))
@@ -111,11 +107,11 @@ COARSE = frozenset(getattr(torch, name) for name in words("bool int8 int16 int32
 
 @of_value("to type type_as float double half bfloat16 _to_copy cpu cuda int long short char byte bool")
 def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In another type, or on another device. Whole numbers made of live ones are decisions."""
+    """In a different type, or on a different device. Whole numbers made of live ones are decisions."""
     x = args[0]
     if value is x or type(x) is not Live or not isinstance(value, Tensor):
         return value
-    kind, spec = value.dtype, run.spec(x)
+    kind, spec = value.dtype, x.spec
     if kind in COARSE:
         run.note(f"held: cast to {str(kind).removeprefix('torch.')}")
         return run.held(value, Role.CHOICE) if kind is torch.bool else _rounded(x, value)
@@ -130,10 +126,10 @@ def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _rounded(x: Live, value: Tensor) -> Whole:
-    """Whole numbers, and behind them the live ones, cut: a model may count with them, as quantised layers do."""
+    """Integers, with the truncated live numbers behind them: a model may compute with them, as quantised layers do."""
     cut = torch.trunc(x)
     is_same = bool(raw(lambda: (value_of(cut) == value).all()))  # not where they overflow
-    return tape().whole(value, cut if is_same else None)
+    return now.tape.whole(value, cut if is_same else None)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -152,30 +148,23 @@ def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
         run.note_part("getitem", x)
     parts = at if isinstance(at, tuple) else (at,)
     for one in parts:
-        if not (type(one) is slice and _is_plain_slice(one) or type(one) is int or one is ... or one is None):
-            parts = _plain_index(parts)
-            break
+        if type(one) is slice:
+            if type(one.start) in _EDGES and type(one.stop) in _EDGES and type(one.step) in _EDGES:
+                continue
+        elif type(one) is int or one is ... or one is None:
+            continue
+        parts = _plain_index(parts)
+        break
     return run.emit("index", value, x, parts, role=x.role and role_after("getitem", x))
 
 
-def _is_plain_slice(at: slice) -> bool:
-    """Whether the edges of a slice are numbers of Python's own."""
-    return type(at.start) in _EDGES and type(at.stop) in _EDGES and type(at.step) in _EDGES
-
-
 _EDGES = (int, type(None))
+"""Types of the edges of a plain slice."""
 
 
 def _takes_all(at: Any, n: int) -> bool:
     """Whether an index takes all of an axis."""
     return at is None or at is ... or isinstance(at, slice) and len(range(*at.indices(n))) == n
-
-
-def _held_index(at: Any) -> Any:
-    """An index of ordinary tensors: whatever a model looks up by is held."""
-    if isinstance(at, tuple):
-        return tuple([_held_index(one) for one in at])
-    return value_of(at) if type(at) in FOLLOWED else at
 
 
 def _plain_index(at: Any) -> tuple[Any, ...]:
@@ -211,30 +200,24 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
     return x[(*[slice(None)] * dim, slice(start, end, step))]
 
 
-@family("chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes")
-def parted(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In parts along an axis: each is a step of its own, so that dead ones can go."""
-    x, parts = args[0], raw(function, *args, **kwargs)
-    axis = kwargs.get("dim", args[2] if len(args) > 2 else 0) % x.dim()
-    role, start, found = role_after("split", x), 0, []
+@of_value(
+    "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes unbind unbind_copy"
+)
+def parted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In parts along an axis, or one by one: each is a step of its own, so unused ones can be dropped."""
+    x, is_unbound, start, found = args[0], name.startswith("unbind"), 0, []
+    place = 1 if is_unbound else 2
+    axis = kwargs.get("dim", args[place] if len(args) > place else 0) % x.dim()
+    role = x.role and role_after("split", x)
     if axis == 0:
-        tape().note_part(name, x)
-    for part in parts:
-        length = part.shape[axis]
-        found.append(tape().emit("narrow", part, x, axis, start, length, role=role))
-        start += length
-    return type(parts)(found)
-
-
-@family("unbind unbind_copy")
-def unbound(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One by one along an axis."""
-    x, parts = args[0], raw(function, *args, **kwargs)
-    axis = kwargs.get("dim", args[1] if len(args) > 1 else 0) % x.dim()
-    role = role_after("unbind", x)
-    if axis == 0:
-        tape().note_part(name, x)
-    return tuple([tape().emit("select", part, x, axis, n, role=role) for n, part in enumerate(parts)])
+        run.note_part(name, x)
+    for n, part in enumerate(value):
+        if is_unbound:
+            found.append(run.emit("select", part, x, axis, n, role=role))
+        else:
+            found.append(run.emit("narrow", part, x, axis, start, part.shape[axis], role=role))
+            start += part.shape[axis]
+    return type(value)(found)
 
 
 @rule("iter")
@@ -243,59 +226,20 @@ def iterate(x: Live) -> Any:
     return iter(x.unbind(0))
 
 
-@rule("narrow")
-def narrowed(x: Live, dim: int, start: Any, length: int) -> Any:
-    """Some places in a row of one axis."""
-    start = int(start)
-    value = raw(Tensor.narrow, x, dim, start, length)
-    if dim % x.dim() == 0 and length != len(x):
-        tape().note_part("narrow", x)
-    return tape().emit(
-        "narrow", value, x, dim, start % x.shape[dim] if length else start, length, role=role_after("narrow", x)
-    )
-
-
-@rule("select")
-def selected(x: Live, dim: int, index: Any) -> Any:
-    """One place of an axis."""
-    index = int(index)
-    value = raw(Tensor.select, x, dim, index)
-    if dim % x.dim() == 0:
-        tape().note_part("select", x)
-    return tape().emit("select", value, x, dim, index % x.shape[dim], role=role_after("select", x))
-
-
-@rule("index_select")
-def rows_selected(x: Any, dim: int, index: Tensor) -> Any:
-    """Some places of one axis, in any order."""
-    value = raw(torch.index_select, x, dim, index)
-    if not is_live(x):
+@of_value("narrow select index_select gather")
+def taken(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Places of one axis: some in a row, one, or any; or for each position of the result its own."""
+    x, dim, *where = (*args, *[kwargs[key] for key in ("dim", "start", "length", "index") if key in kwargs])[:4]
+    if type(x) is not Live:
         return value
-    if dim % x.dim() == 0:
-        tape().note_part("index_select", x)
-    return tape().emit("index_select", value, x, dim, value_of(index), role=role_after("index_select", x))
-
-
-@rule("gather")
-def gathered(x: Any, dim: int, index: Tensor, sparse_grad: bool = False) -> Any:
-    """The value at its own place, for each position of the result."""
-    value = raw(torch.gather, x, dim, index)
-    if not is_live(x):
-        return value
-    return tape().emit("gather", value, x, dim, value_of(index), role=role_after("gather", x))
-
-
-@rule("take_along_dim")
-def taken(x: Live, indices: Tensor, dim: int | None = None) -> Any:
-    """As `gather`, with places that are repeated where they have to be."""
-    if dim is None:
-        return torch.gather(x.reshape(-1), 0, value_of(indices).reshape(-1))
-    shapes = [list(x.shape), list(indices.shape)]
-    shapes[0][dim] = shapes[1][dim] = 1
-    both = list(torch.broadcast_shapes(*shapes))
-    wide, places = list(both), list(both)
-    wide[dim], places[dim] = x.shape[dim], indices.shape[dim]
-    return torch.gather(x.expand(wide), dim, raw(Tensor.expand, value_of(indices), places))
+    size = x.shape[dim]
+    if name == "narrow":
+        where[0] = int(where[0]) % size if where[1] else int(where[0])
+    else:
+        where = [int(where[0]) % size if name == "select" else value_of(where[0])]
+    if name != "gather" and dim % x.dim() == 0 and not (name == "narrow" and where[1] == size):
+        run.note_part(name, x)
+    return run.emit(name, value, x, dim, *where, role=x.role and role_after(name, x))
 
 
 @of_value("cat stack")
@@ -303,11 +247,11 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     """One after the other, along an axis or a new one."""
     parts = list(args[0] if args else kwargs["tensors"])
     dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
-    specs = [run.spec(part) for part in parts]
-    if name == "cat" and any([spec.shape == (0,) for spec in specs]) and value.dim() > 1:
-        parts = [part for part, spec in zip(parts, specs, strict=True) if spec.shape != (0,)]  # torch passes over them
+    specs = [part.spec if type(part) is Live else spec_of(part) for part in parts]
     parts = [
-        part if spec.dtype is value.dtype else part.to(value.dtype) for part, spec in zip(parts, specs, strict=False)
+        part if spec.dtype is value.dtype else part.to(value.dtype)
+        for part, spec in zip(parts, specs, strict=True)
+        if name == "stack" or spec.shape != (0,) or value.dim() == 1  # torch passes over empty ones
     ]
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
@@ -316,7 +260,7 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
 def flipped(x: Live, *dims: Any) -> Any:
     """Backwards along axes."""
     dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return tape().emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
+    return now.tape.emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
 
 
 @rule("repeat_interleave")
@@ -330,7 +274,7 @@ def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size:
         places = raw(lambda: torch.arange(x.shape[dim], device=x.device).repeat_interleave(value_of(repeats)))
         return x.index_select(dim, places)
     value = raw(Tensor.repeat_interleave, x, repeats, dim)
-    return tape().emit("repeat_interleave", value, x, repeats, dim, role=role_after("repeat_interleave", x))
+    return now.tape.emit("repeat_interleave", value, x, repeats, dim, role=role_after("repeat_interleave", x))
 
 
 @family("repeat tile")
@@ -339,7 +283,7 @@ def tiled(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     x, value = args[0], raw(function, *args, **kwargs)
     sizes = [1] * (value.dim() - x.dim()) + list(x.shape)
     times = tuple([n // size if size else 1 for n, size in zip(value.shape, sizes, strict=True)])
-    return tape().emit("repeat", value, x, times, role=role_after("repeat", x))
+    return now.tape.emit("repeat", value, x, times, role=role_after("repeat", x))
 
 
 @family("tril triu")
@@ -347,25 +291,19 @@ def triangular(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
     """Zero above a diagonal, or below it."""
     diagonal = kwargs.get("diagonal", args[1] if len(args) > 1 else 0)
     value = raw(function, *args, **kwargs)
-    return tape().emit("triangle", value, args[0], diagonal, name == "triu", role=role_after(name, args[0]))
+    return now.tape.emit("triangle", value, args[0], diagonal, name == "triu", role=role_after(name, args[0]))
 
 
 @rule("as_strided")
 def restrided(x: Live, size: Any, stride: Any, storage_offset: Any = None) -> Any:
     """Another look at the memory of x, which must show all of it."""
-    run = tape()
+    run = now.tape
     offset = raw(Tensor.storage_offset, x) if storage_offset is None else storage_offset
     value = raw(Tensor.as_strided, x, size, stride, offset)
-    return run.emit("as_strided", value, Slot(run.writes.flat(x)), tuple(size), tuple(stride), offset)
+    return run.emit("as_strided", value, run.writes.flat(x), tuple(size), tuple(stride), offset)
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
-
-
-@family("nansum nanmean")
-def summed_numbers(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Over all that are numbers: the same, where all of them are."""
-    return getattr(torch, name[3:])(*args, **kwargs) if bool(raw(torch.isfinite, args[0]).all()) else _refuse_nan(name)
 
 
 @of_value("sum mean")
@@ -376,7 +314,7 @@ def summed(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
         dims, keepdim = args[1], args[2] if len(args) > 2 else False
     if kwargs:
         dims, keepdim = kwargs.get("dim", dims), kwargs.get("keepdim", keepdim)
-    spec = run.spec(x)
+    spec = x.spec
     if value.dtype is not spec.dtype:
         if spec.dtype in COARSE:
             return value
@@ -388,15 +326,11 @@ def summed(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     return run.emit(name, value, x, dims, keepdim, role=x.role and role_after(name, x))
 
 
-def _refuse_nan(name: str) -> Any:
-    raise tape().refusal(f"{name} of values that are not numbers")
-
-
 @rule("cumsum")
 def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
     """Sums of all up to here."""
     x = x if dtype is None else x.to(dtype)
-    return tape().emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
+    return now.tape.emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
 
 
 @of_value("add sub rsub")
@@ -408,12 +342,15 @@ def added(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
         a, b, name = b, a, "sub"
     if alpha != 1:
         b = b * alpha
-    return run.emit(name, value, _as_wide(run, a, value), _as_wide(run, b, value), role=role_after(name, a, b))
-
-
-def _as_wide(run: Tape, x: Any, value: Tensor) -> Any:
-    """A live operand in the type of the sum, so that its cotangent is in its own."""
-    return x if type(x) is not Live or run.spec(x).dtype is value.dtype else x.to(value.dtype)
+    kind, role = value.dtype, None
+    if type(a) in FOLLOWED and a.role or type(b) in FOLLOWED and b.role:
+        role = role_after(name, a, b)
+    # A live operand is taken in the type of the sum, so that its cotangent is in its own.
+    if type(a) is Live and a.spec.dtype is not kind:
+        a = a.to(kind)
+    if type(b) is Live and b.spec.dtype is not kind:
+        b = b.to(kind)
+    return run.emit(name, value, a, b, role=role)
 
 
 @of_value("neg")
@@ -436,8 +373,8 @@ def chosen(condition: Any, *both: Any, **named: Any) -> Any:
     condition = value_of(condition)
     value = raw(torch.where, condition, a, b)
     role = role_after("where", a, b)
-    a, b = (_as_wide(tape(), x, value) for x in (a, b))
-    return tape().emit("where", value, condition, a, b, role=role)
+    a, b = (x.to(value.dtype) if is_live(x) and x.dtype != value.dtype else x for x in (a, b))
+    return now.tape.emit("where", value, condition, a, b, role=role)
 
 
 @rule("masked_fill")
@@ -447,7 +384,7 @@ def mask_filled(x: Any, mask: Any, value: Any) -> Any:
     if isinstance(fill, Tensor) and not is_live(fill):
         fill = value_of(fill).to(x.dtype)
     result = raw(Tensor.masked_fill, x, mask, fill)
-    return tape().emit("where", result, mask, fill, x, role=role_after("masked_fill", x))
+    return now.tape.emit("where", result, mask, fill, x, role=role_after("masked_fill", x))
 
 
 @rule("masked_select")
@@ -464,7 +401,7 @@ def poured(x: Any, mask: Any, source: Any) -> Any:
     mask = raw(torch.broadcast_to, value_of(mask), value.shape)
     n = int(raw(Tensor.sum, mask))
     source = source.reshape(-1)[:n]
-    return tape().emit("put", value, _expanded_to(x, value), (mask,), source)
+    return now.tape.emit("put", value, _expanded_to(x, value), (mask,), source)
 
 
 def _expanded_to(x: Any, value: Tensor) -> Any:
@@ -474,17 +411,15 @@ def _expanded_to(x: Any, value: Tensor) -> Any:
 @rule("setitem")
 def assign(x: Tensor, at: Any, new: Any) -> None:
     """`x[at] = new`: linear in both."""
-    run = tape()
+    run = now.tape
     if not (is_live(x) or is_live(new)):
         run.writes.before_write(x)
-        raw(Tensor.__setitem__, x, _held_index(at), new)
+        raw(Tensor.__setitem__, x, mapped(at, value_of), new)
         return
-    from tensorlens.recording.writes import refuse_coarse
-
     refuse_coarse(run, x, new)
     base = x if is_live(x) else raw(Tensor.clone, x)
     value = raw(Tensor.clone, x)
-    raw(Tensor.__setitem__, value, _held_index(at), new)
+    raw(Tensor.__setitem__, value, mapped(at, value_of), new)
     if is_live(new) and new.dtype != x.dtype:
         new = new.to(x.dtype)
     run.writes.write(x, run.emit("put", value, base, _plain_index(at), new, role=role_of(x)))
@@ -497,45 +432,15 @@ def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     at = tuple([slice(None) if one is None else value_of(one) for one in indices])
     value = raw(Tensor.index_put, x, [None if one is None else value_of(one) for one in indices], values, accumulate)
-    return tape().emit("put", value, x, at, values, accumulate)
+    return now.tape.emit("put", value, x, at, values, accumulate)
 
 
-@rule("slice_scatter")
-def put_slice(x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """X with a slice of one axis replaced."""
-    value = raw(torch.slice_scatter, x, src, dim, start, end, step)
-    end = None if end is None or end >= x.shape[dim] else end
-    return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), slice(start, end, step)), src)
-
-
-@rule("select_scatter")
-def put_place(x: Any, src: Any, dim: int, index: int) -> Any:
-    """X with one place of an axis replaced."""
-    value = raw(torch.select_scatter, x, src, dim, index)
-    return tape().emit("put", value, x, (*[slice(None)] * (dim % x.dim()), index), src)
-
-
-@rule("index_add")
-def rows_added(x: Any, dim: int, index: Tensor, source: Any, *, alpha: float = 1) -> Any:
-    """X with rows of a source added at places."""
-    value = raw(torch.index_add, x, dim, index, source, alpha=alpha)
-    return tape().emit("index_add", value, x, dim, value_of(index), source, alpha)
-
-
-@rule("index_copy")
-def rows_copied(x: Any, dim: int, index: Tensor, source: Any) -> Any:
-    """X with rows of a source at places."""
-    value = raw(torch.index_copy, x, dim, index, source)
-    return tape().emit("index_copy", value, x, dim, value_of(index), source)
-
-
-@rule("index_fill")
-def rows_filled(x: Live, dim: int, index: Tensor, value: Any) -> Any:
-    """X with one number at places."""
-    if is_live(value):
-        raise tape().refusal("index_fill with a live number")
-    places = (*[slice(None)] * (dim % x.dim()), value_of(index))
-    return tape().emit("put", raw(torch.index_fill, x, dim, index, value), x, places, value_of(value))
+@of_value("index_add index_copy")
+def rows_put(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """X with rows of a source at places, or added there."""
+    x, dim, index, source = (*args, *[kwargs[key] for key in ("dim", "index", "source") if key in kwargs])[:4]
+    alpha = (kwargs.get("alpha", 1),) if name == "index_add" else ()
+    return run.emit(name, value, x, dim, value_of(index), source, *alpha)
 
 
 @family("scatter scatter_add scatter_reduce")
@@ -552,15 +457,15 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if reduce in ("add", "sum", "mean"):
         return _summed_there(x, dim, index, source, is_mean=reduce == "mean", with_own=kwargs.get("include_self", True))
     if name == "scatter" and reduce is None:
-        return tape().emit("scatter", value, x, dim, index, source)
-    raise tape().refusal(f"{name} by {reduce}")
+        return now.tape.emit("scatter", value, x, dim, index, source)
+    raise now.tape.refusal(f"{name} by {reduce}")
 
 
 def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool, with_own: bool) -> Any:
     """X with numbers of a source added at places, or their means there, with its own numbers among them or not."""
     base = x if with_own else torch.scatter(x, dim, index, 0.0)
     total = raw(torch.scatter_add, base, dim, index, source)
-    found = tape().emit("scatter_add", total, base, dim, index, source)
+    found = now.tape.emit("scatter_add", total, base, dim, index, source)
     if not is_mean:
         return found
     ones = raw(torch.full_like, x, float(with_own))
@@ -574,7 +479,7 @@ def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[st
     is_kernel = isinstance(function, torch._ops.OpOverload)
     weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
     if kwargs.get("max_norm") is not None:
-        raise tape().refusal("embedding with max_norm")
+        raise now.tape.refusal("embedding with max_norm")
     return weight[value_of(places)]
 
 
@@ -600,9 +505,9 @@ def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     name = "conj_physical" if name.startswith("conj_physical") else name
     live = [n for n, arg in enumerate(args) if is_live(arg)]
     if live and live != [0] and name != "complex":
-        raise tape().refusal(f"{name} with a second live argument")
+        raise now.tape.refusal(f"{name} with a second live argument")
     role = role_after(name, *args)
-    return tape().emit(name, value, *args, role=role, **kwargs)
+    return now.tape.emit(name, value, *args, role=role, **kwargs)
 
 
 @family("unfold im2col")
@@ -610,7 +515,7 @@ def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
     given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
     if name == "im2col" or function is torch.nn.functional.unfold:
-        return tape().emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
+        return now.tape.emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
     x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
     places = raw(lambda: starts[:, None] + torch.arange(size, device=x.device))
@@ -621,9 +526,9 @@ def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """More places at the ends of the last axes."""
     if not is_live(x) or is_live(value):
-        raise tape().refusal("pad with a live number")
+        raise now.tape.refusal("pad with a live number")
     made = raw(torch.nn.functional.pad, x, pad, mode, value)
-    return tape().emit("pad", made, x, tuple(pad), mode, value, role=role_after("pad", x))
+    return now.tape.emit("pad", made, x, tuple(pad), mode, value, role=role_after("pad", x))
 
 
 @rule("pad_constant")
@@ -632,7 +537,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
     return padded(x, pad, "constant", value)
 
 
-# What does not belong to what the model computes ---------------------------------------------------------------------
+# What is not part of the model's computation ---------------------------------------------------------------------
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
@@ -648,7 +553,7 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     if given.get("p", 0.5) and given.get("training", given.get("train", True)):
         raise NotLinearError(
             f"`{name}` is also active in evaluation mode, so the model's output changes from call to call. "
-            f"Pass it `training=self.training`. {tape().refusal(name)}"
+            f"Pass it `training=self.training`. {now.tape.refusal(name)}"
         )
     return args[0] if name != "native_dropout" else (args[0], None)
 
@@ -662,17 +567,8 @@ def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)
     raise NotLinearError(
-        f"`{name}` makes a new tensor of live numbers in `{tape().module or 'the model'}`, which no rule follows. "
+        f"`{name}` makes a new tensor of live numbers in `{now.tape.module or 'the model'}`, which no rule follows. "
         "Write `x.expand(shape)` for one of them, and `torch.stack` for several."
-    )
-
-
-@family("set:data set_ resize_ set:real set:imag swap_")
-def refuse_other_memory(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """`x.data = y` lets x look at other memory."""
-    raise NotLinearError(
-        f"`x.data = y`, or `x.set_(y)`, with a live tensor in `{tape().module}`: what was computed from x before and "
-        "what it holds now cannot be told apart. Write `x = y`, or `x.copy_(y)`."
     )
 
 
@@ -686,26 +582,29 @@ def copied(x: Tensor, source: Any, non_blocking: bool = False) -> Any:
 @rule("copy_")
 def copy_in(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     """`x.copy_(y)`."""
-    return tape().writes.write(x, source)
+    return now.tape.writes.write(x, source)
 
 
-@rule("fill_")
-def fill(x: Tensor, value: Any) -> Tensor:
+@rule("fill_ zero_")
+def fill(x: Tensor, value: Any = 0) -> Tensor:
     """`x.fill_(value)`."""
-    return tape().writes.write(x, value if is_live(value) else raw(torch.full_like, x, value))
+    return now.tape.writes.write(x, value)
 
 
-@rule("zero_")
-def clear(x: Tensor) -> Tensor:
-    """`x.zero_()`."""
-    return tape().writes.write(x, raw(torch.zeros_like, x))
+REASONS = {
+    "set:data set_ resize_ set:real set:imag swap_": "`x.data = y`, or `x.set_(y)`, with a live tensor: what was "
+    "computed from x before and what it holds now cannot be told apart. Write `x = y`, or `x.copy_(y)`.",
+    "grad backward _make_dual": "The model differentiates live values inside its own forward (`torch.autograd.grad`, "
+    "`backward` or `torch.func`), and no rule says what the operator carries through a derivative. Write the "
+    "derivative out in plain torch functions.",
+}
+"""Why functions are refused that torch would run."""
 
+for _names, _reason in REASONS.items():
 
-@family("grad backward _make_dual")
-def refuse_derivatives(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A derivative of live values inside the model: what it is made of has rules, the derivative has none."""
-    raise NotLinearError(
-        "The model differentiates live values inside its own forward (`torch.autograd.grad`, `backward` or "
-        "`torch.func`), and no rule says what the operator carries through a derivative. Write the derivative out in "
-        f"plain torch functions. {tape().refusal(name)}"
-    )
+    @family(_names)
+    def refuse(
+        function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = _reason
+    ) -> NoReturn:
+        """Say why."""
+        raise NotLinearError(f"{reason} {now.tape.refusal(name)}")

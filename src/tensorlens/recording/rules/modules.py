@@ -12,16 +12,18 @@ by the qualified name of the class, so that nothing has to be imported. Add your
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorlens.recording.live import is_live, raw, value_of
-from tensorlens.recording.rules import gains
+from tensorlens.recording.live import found_in, is_live, raw, value_of
+from tensorlens.recording.rules import activations
 from tensorlens.recording.rules.activations import activate
 
 Adapter = Callable[..., Any]
@@ -79,7 +81,7 @@ def qualified(cls: type) -> str:
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:
-    """Whether a module does what the adapted class does: no subclass, instance or patch gave it another forward."""
+    """Whether a module runs the adapted class's forward: no subclass, instance or patch has replaced it."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # accelerate calls what it found
     forward: Any = cls.forward  # type: ignore[attr-defined]
     is_own = own is None or getattr(own, "__func__", None) is forward
@@ -99,22 +101,22 @@ def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:
 
 def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
     """An element-wise activation module with φ(0) = 0 and no closed form."""
-    return (
-        activate(run, type(module).__name__, z, partial(gains.quotient, forward), forward) if is_live(z) else forward(z)
-    )
+    if not is_live(z):
+        return forward(z)
+    return activate(run, type(module).__name__, z, partial(activations.quotient, forward), forward)
 
 
 # The GELUs that transformers spells out in Python: products of primitives, which the rules for torch functions would
 # take apart. Those that call one torch function need no entry.
 for _name, _gain in {
-    "NewGELUActivation": gains.gelu_tanh,
-    "FastGELUActivation": gains.gelu_tanh,
-    "AccurateGELUActivation": gains.gelu_tanh,
-    "QuickGELUActivation": gains.gelu_quick,
-    "GELUActivation": gains.gelu,
-    "GELUTanh": gains.gelu_tanh,
-    "PytorchGELUTanh": gains.gelu_tanh,
-    "MishActivation": gains.mish,
+    "NewGELUActivation": activations.gelu_tanh,
+    "FastGELUActivation": activations.gelu_tanh,
+    "AccurateGELUActivation": activations.gelu_tanh,
+    "QuickGELUActivation": activations.gelu_quick,
+    "GELUActivation": activations.gelu,
+    "GELUTanh": activations.gelu_tanh,
+    "PytorchGELUTanh": activations.gelu_tanh,
+    "MishActivation": activations.mish,
 }.items():
     adapter(f"transformers.activations.{_name}")(_activation(_gain))
 
@@ -159,3 +161,102 @@ adapter(
     "transformers.activations.XIELUActivation",
     "transformers.activations.ReLUSquaredActivation",
 )(_quotient_activation)
+
+
+# Recurrences ----------------------------------------------------------------------------------------------------------
+#
+# Functions that a module's code calls by name, and whose arguments have roles of their own. Such a call does not go
+# through torch or through a module, so nothing reports it. Instead the forward runs as the same code over a copy of its
+# names, in which the functions below are replaced; the function, its module and other threads are untouched. In a
+# recurrence, what gates is held and what is carried stays linear:
+# - selective scan (Mamba, Jamba, Falcon-Mamba, Zamba): the step Δ, B, C and the gate z are held; carried is u.
+# - chunked scan (Mamba-2, Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2): Δ, B, C are held; carried is x.
+# - gated delta rule (Qwen3-Next and kin, OLMo hybrid) and Kimi delta attention: query, key, decay and β are held;
+#   carried are the values.
+
+KERNELS: dict[str, tuple[str, ...]] = {}
+"""Names of the arguments that are held, by the name of the function."""
+
+
+def kernel(*function_names: str, hold: str) -> None:
+    """Say that functions of these names hold some of their arguments and are linear in the others.
+
+    Args:
+        function_names: As the model's code calls them.
+        hold: Names of the arguments that gate, separated by spaces.
+    """
+    KERNELS.update(dict.fromkeys(function_names, tuple(hold.split())))
+    _calls.cache_clear()
+
+
+def with_kernels(run: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward, with the kernels it calls by name replaced."""
+    if not isinstance(forward, MethodType):
+        return forward
+    function, names = _calls(forward.__func__)
+    if not names:
+        return forward
+    replaced = {name: _holding(run, name, function.__globals__[name]) for name in names}
+    return MethodType(with_names(function, replaced), forward.__self__)
+
+
+def with_names(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
+    """The same code over a copy of its names, some of them replaced."""
+    names = {**function.__globals__, **replaced}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def calls_kernels(forward: Any) -> bool:
+    """Whether a forward calls kernels by name."""
+    return bool(_calls(forward)[1])
+
+
+@lru_cache(maxsize=4096)
+def _calls(function: Any) -> tuple[Any, tuple[str, ...]]:
+    """The function below its decorators, and the names in its code that stand for kernels."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType):
+        return function, ()
+    return function, tuple(
+        name for name in function.__code__.co_names if name in KERNELS and name in function.__globals__
+    )
+
+
+def _holding(run: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+
+    def run_kernel(*args: Any, **kwargs: Any) -> Any:
+        if run.rules.gate in ("half", "taylor"):
+            return function(*args, **kwargs)  # its products by their own rules
+        bound = signature.bind(*args, **kwargs)
+        for key, value in bound.arguments.items():
+            if key in KERNELS[name] and is_live(value):
+                bound.arguments[key] = value_of(value)
+        run.note(f"recurrence: {name}, {' '.join(KERNELS[name])} held")
+        result = function(*bound.args, **bound.kwargs)
+        for carried in found_in(result):
+            carried.role = None  # no longer fresh out of the activation before the recurrence
+        return result
+
+    return run_kernel
+
+
+kernel("mamba_selective_scan", "selective_scan_fn", "mamba_inner_fn", hold="delta A B C D z gate dt delta_bias")
+kernel(
+    "mamba2_chunk_scan",
+    "mamba_chunk_scan_combined",
+    "mamba_split_conv1d_scan_combined",
+    "mamba2_split_conv1d_scan_combined",
+    hold="dt A B C D z dt_bias",
+)
+kernel(
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+    hold="query key q k g beta A_log dt_bias",
+)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorlens.program.nodes import at_least_float32, words
 from tensorlens.recording.calculus import tangent
-from tensorlens.recording.live import Live, is_live, raw, tape, value_of
+from tensorlens.recording.live import Live, is_live, now, raw, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.rules.by_derivative import by_derivative
 from tensorlens.recording.table import family, rule
@@ -25,11 +25,12 @@ from tensorlens.recording.table import family, rule
     "binary_cross_entropy_with_logits"
 )
 def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A number that the pass arrived at, by which others are scaled: held, or by its derivative."""
-    run = tape()
+    """A number from the pass that scales others: held, or by its derivative."""
+    run = now.tape
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
-        run.check_samples(name, args, kwargs)
+        if run.n_samples > 1:
+            run.check_samples(name, args, kwargs)
         return raw(function, *args, **kwargs)
     run.note(f"derivative: {name}")
     value = raw(function, *args, **kwargs)
@@ -72,11 +73,11 @@ def normalised(
         inverse: 1/σ, in float32 or better.
         axes: Over which.
         value: What the model has there.
-        centred: Whether the mean is taken away.
+        centred: Whether the mean is subtracted.
         weight: γ.
         bias: β.
     """
-    run = tape()
+    run = now.tape
     if is_live(weight) or is_live(bias):
         y = normalised(name, x, inverse, axes, raw(_value, x, inverse, axes, centred), centred=centred)
         y = y if weight is None else y * weight
@@ -178,13 +179,13 @@ def _by_channel(x: Any, weight: Any, bias: Any) -> Any:
 @rule("normalize")
 def normalize(input: Live, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> Any:
     """x/‖x‖ with the norm held."""
-    if tape().rules.norm == "taylor":
+    if now.tape.rules.norm == "taylor":
         size = input.norm(p, dim, keepdim=True)
         return input / size.clamp_min(eps)
-    tape().note("norm: normalize")
+    now.tape.note("norm: normalize")
     inverse = raw(lambda: 1 / value_of(input).norm(p, dim, keepdim=True).clamp_min(eps))
     value = raw(torch.nn.functional.normalize, input, p, dim, eps)
-    return tape().emit("mul", value, input, inverse)
+    return now.tape.emit("mul", value, input, inverse)
 
 
 @family("batch_norm instance_norm")
@@ -202,7 +203,7 @@ def channel_norm(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return _by_channel(y, given.get("weight"), given.get("bias"))
     axes = tuple(axis for axis in range(x.dim()) if axis != 1 and (name == "batch_norm" or axis != 0))
     if name == "batch_norm":
-        tape().note_mixing(name)
+        now.tape.note_mixing(name)
     inverse = raw(_inverse_std, value_of(x), axes, eps)
     y = normalised(name, x, inverse, axes, raw(_value, value_of(x), inverse, axes, True), centred=True)
     return _by_channel(y, given.get("weight"), given.get("bias"))

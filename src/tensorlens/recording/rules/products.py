@@ -7,25 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.program.nodes import Slot, at_least_float32
+from tensorlens.program.nodes import at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
-from tensorlens.recording.live import FOLLOWED, Live, is_live, raw, role_of, tape, value_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, now, raw, role_of, spec_of, value_of
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
+from tensorlens.recording.rules.norms import statistic
 from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
-from tensorlens.recording.tape import Tape, spec_of
+from tensorlens.recording.tape import Tape
 
 
 def settled(value: Any) -> Any:
     """The value of a live factor, held from here on; anything else as it is."""
-    if not (is_live(value) and is_factor(value.role, tape().rules)):
+    if not (is_live(value) and is_factor(value.role, now.tape.rules)):
         return value
-    tape().note("factor: held")
+    now.tape.note("factor: held")
     plain = value_of(value)
-    return tape().held(plain, Role.GATE) if value.role is Role.GATE else plain
+    return now.tape.held(plain, Role.GATE) if value.role is Role.GATE else plain
 
 
 @of_value("mul")
@@ -33,7 +34,13 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     """Linear with one live factor; with two, roles and the gate rule decide what is held."""
     a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if type(a) is not Live or type(b) is not Live:
-        return _by_constant(run, *((a, b) if type(a) is Live else (b, a)), value)
+        x, factor = (a, b) if type(a) is Live else (b, a)
+        role = x.role and role_after("mul", x)
+        if type(factor) in FOLLOWED:
+            if factor.role is Role.GATE and not is_factor(role, run.rules):
+                role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
+            factor = value_of(factor)
+        return run.emit("mul", value, x if x.spec.dtype is value.dtype else x.to(value.dtype), factor, role=role)
     if is_same_tensor(a, b):
         return power(torch.square, "square", (a,), {})
     how = of_product(a.role, b.role, run.rules)
@@ -47,17 +54,9 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     return _by_convention(a, b, how, value)
 
 
-def _by_constant(run: Tape, x: Live, factor: Any, value: Tensor) -> Live:
-    role = x.role and role_after("mul", x)
-    if role_of(factor) is Role.GATE and not is_factor(role, run.rules):
-        role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
-    wide: Any = x if run.spec(x).dtype is value.dtype else x.to(value.dtype)
-    return run.emit("mul", value, wide, factor if type(factor) not in FOLLOWED else value_of(factor), role=role)
-
-
 def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
     """Two live tensors without a role, or whose factor the rules keep alive."""
-    run = tape()
+    run = now.tape
     kind = how or ("taylor" if run.rules.gate == "taylor" else "half")
     run.note("product: half and half" if kind == "half" else f"product: {kind}")
     note = "half and half" if how is None and run.rules.gate not in ("half", "taylor") else None
@@ -67,8 +66,8 @@ def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
 
 def gated(gate: Live, up: Live, value: Tensor) -> Live:
     """φ(g) ⊙ u by the chosen gate rule; every choice gives the product once, not twice."""
-    convention = tape().rules.gate
-    tape().note(f"gate: {convention}")
+    convention = now.tape.rules.gate
+    now.tape.note(f"gate: {convention}")
     how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention) or convention
     return product(value, "mul", up, gate, how)
 
@@ -76,9 +75,7 @@ def gated(gate: Live, up: Live, value: Tensor) -> Live:
 @family("pow square float_power")
 def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x^p as x ⊙ x^(p-1) with the second factor held, for p ≥ 1; any other power is a statistic."""
-    from tensorlens.recording.rules.norms import statistic
-
-    run = tape()
+    run = now.tape
     x: Any
     x, exponent = (*args, *kwargs.values(), 2)[:2]
     if not is_live(x) or isinstance(exponent, Tensor) and (exponent.numel() != 1 or is_live(exponent)):
@@ -93,13 +90,9 @@ def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         return activate_from("pow", x, lambda v: v**exponent, Role.FACTOR)
     run.note("product: power")
     rest = float(exponent) - 1
-    x0 = at_least_float32_of(x)
+    x0 = value_of(x)
+    x0 = raw(at_least_float32, x0) if x.spec.dtype.itemsize < 4 else x0
     return scaled(x, x0 if rest == 1 else raw(torch.pow, x0, rest), value)
-
-
-def at_least_float32_of(x: Live) -> Tensor:
-    """The value of x, in float32 or better."""
-    return raw(at_least_float32, value_of(x))
 
 
 @family("matmul bmm mm rmatmul mv dot")
@@ -116,12 +109,12 @@ def matrix_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict
     right = without_sink(right) if mixes else right
     found = _matrix_product(function, name, left, right)
     if is_live(found) and mixes:
-        tape().note_mixture(found, left, right)
+        now.tape.note_mixture(found, left, right)
     return found
 
 
 def _matrix_product(function: Any, name: str, left: Any, right: Any) -> Any:
-    run = tape()
+    run = now.tape
     if not (is_live(left) and is_live(right)):
         role = role_after(name, left, right)
         value = raw(function, left, right)
@@ -144,7 +137,7 @@ def _operand(x: Any) -> Any:
 @family("linear")
 def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer. If input and weight are both live, the weight is held."""
-    run = tape()
+    run = now.tape
     x, weight, bias, *_ = (*args, None, None)
     weight, bias = (kwargs.get("weight", weight), kwargs.get("bias", bias)) if kwargs else (weight, bias)
     if type(weight) is Live:
@@ -154,11 +147,12 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return found if bias is None else found + bias
     is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED
     value = raw(function, x, weight, bias) if is_plain else function(value_of(x), weight, bias)
-    return run.emit("linear", value, x, weight, bias, role=role_after("linear", x, weight))
+    role = role_after("linear", x, weight) if x.role or type(weight) in FOLLOWED else None
+    return run.emit("linear", value, x, weight, bias, role=role)
 
 
 def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
-    run, how = tape(), tape().rules.gate
+    run, how = now.tape, now.tape.rules.gate
     run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
     how = how if how in ("half", "taylor") else "second held"
     turned = weight.mT if weight.dim() > 1 else weight
@@ -173,7 +167,7 @@ ADDED_PRODUCT = (
 """What torch calls the summand and the two factors, in the order they are given."""
 
 
-@family("addmm baddbmm addbmm addmv addcmul addcdiv lerp addr")
+@family("addmm baddbmm addbmm addmv addcmul addcdiv lerp")
 def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
     base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
@@ -184,19 +178,13 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         inner = left * right if name == "addcmul" else left / right
         return base + (inner if alpha == 1 else alpha * inner)
     if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
-        run = tape()  # a linear layer whose weight lies the other way round
+        run = now.tape  # a linear layer whose weight lies the other way round
         weight = raw(getattr, right, "mT")
         value = raw(function, *args, **kwargs)
         return run.emit("linear", value, left, weight, base, role=role_after("linear", left, weight))
-    mixed = torch.outer(left, right) if name == "addr" else torch.matmul(left, right)
+    mixed = torch.matmul(left, right)
     mixed = mixed.sum(0) if name == "addbmm" else mixed
     return (base if beta == 1 else beta * base) + (mixed if alpha == 1 else alpha * mixed)
-
-
-@rule("outer")
-def outer_product(a: Any, b: Any) -> Any:
-    """A bᵀ as a product of a column and a row."""
-    return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
 @family(
@@ -205,7 +193,7 @@ def outer_product(a: Any, b: Any) -> Any:
 )
 def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A convolution. If input and weight are both live, the weight is held."""
-    run = tape()
+    run = now.tape
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
@@ -223,7 +211,7 @@ def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 @family("grouped_mm _grouped_mm")
 def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Matrix products of groups of rows: the experts of a router."""
-    run = tape()
+    run = now.tape
     names = ("mat2", "mat_b", "offs", "bias", "out_dtype")
     given = dict(zip(("a", "b", "offs", "bias", "out_dtype"), args, strict=False)) | {
         {"mat2": "b", "mat_b": "b"}.get(key, key): value for key, value in kwargs.items() if key in names
@@ -250,7 +238,7 @@ def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
 @rule("einsum")
 def einstein_sum(equation: str, *operands: Any) -> Any:
     """As `matrix_product`: of several live operands all but the last are held, or all follow `Rules.attention`."""
-    run = tape()
+    run = now.tape
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     live = [i for i, operand in enumerate(given) if is_live(operand)]
     factors = [i for i in live if is_factor(given[i].role, run.rules)]
@@ -285,7 +273,7 @@ def _mixed(equation: str, given: list[Any], place: int) -> Any:
 
 def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> Any:
     """w·Σ_i (sum with operand i live and the others held), and the constant that makes it right."""
-    run = tape()
+    run = now.tape
     run.note(f"product: {how}")
     if len(live) > 2 and how == "half":
         how = "taylor"
@@ -294,54 +282,47 @@ def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> 
     weight = 0.5 if how == "half" else 1.0
     total: Any = None
     for i in live:
-        kept = [x if n == i else value_of(x) for n, x in enumerate(given)]
-        slot = run.append("einsum", (equation, *kept), {}, spec)
-        if weight != 1:
-            slot = run.append("mul", (Slot(slot), weight), {}, spec)
-        total = slot if total is None else run.append("add", (Slot(total), Slot(slot)), {}, spec)
+        part = run.emit("einsum", spec, equation, *[x if n == i else value_of(x) for n, x in enumerate(given)])
+        part = part if weight == 1 else run.emit("mul", spec, part, weight)
+        total = part if total is None else run.emit("add", spec, total, part)
     if how == "half":
-        return run.live(value, total)
-    added = raw(torch.mul, value, 1 - len(live))
-    return run.emit("add", value, Slot(total), added)
+        return run.live(value, total.index)
+    return run.emit("add", value, total, raw(torch.mul, value, 1 - len(live)))
 
 
 @family("div rdiv")
 def divide(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A live denominator is a statistic: held, or by its derivative where norms are."""
-    run = tape()
+    run = now.tape
     above, below = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if name == "rdiv":
         above, below = below, above
     if kwargs.get("rounding_mode"):
         return rounded_quotient(above, below, kwargs["rounding_mode"])
     value = raw(torch.div, above, below)
-    if not is_live(below):
-        above = above.to(value.dtype) if above.dtype != value.dtype else above
-        return run.emit("div", value, above, value_of(below), role=role_after("div", above))
-    if run.rules.norm == "taylor":
-        return _live_quotient(above, below, value)
-    run.note("quotient: denominator held")
-    below.role = below.role or Role.SCALE
-    if not is_live(above):
-        return value
+    if is_live(below):
+        if run.rules.norm == "taylor":
+            return _live_quotient(above, below, value)
+        run.note("quotient: denominator held")
+        below.role = below.role or Role.SCALE
+        if not is_live(above):
+            return value
     above = above.to(value.dtype) if above.dtype != value.dtype else above
     return run.emit("div", value, above, value_of(below), role=role_after("div", above))
 
 
 def _live_quotient(above: Any, below: Live, value: Tensor) -> Live:
     """a/b by its derivative: da/b⁰ - (y⁰/b⁰) db, and the constant that makes it right: y⁰."""
-    run = tape()
+    run = now.tape
     run.note("quotient: derivative")
     spec = spec_of(value)
     slope = raw(lambda: -value / value_of(below))
-    of_below = run.append("mul", (below, slope), {}, spec)
+    of_below = run.emit("mul", spec, below, slope)
     if not is_live(above):
-        added = raw(lambda: 2 * value)
-        return run.emit("add", value, Slot(of_below), added, role=Role.STATISTIC)
+        return run.emit("add", value, of_below, raw(lambda: 2 * value), role=Role.STATISTIC)
     role = above.role if is_factor(above.role, run.rules) else None
-    of_above = run.append("div", (above, value_of(below)), {}, spec)
-    both = run.append("add", (Slot(of_above), Slot(of_below)), {}, spec)
-    return run.emit("add", value, Slot(both), raw(Tensor.clone, value), role=role)
+    of_above = run.emit("div", spec, above, value_of(below))
+    return run.emit("add", value, run.emit("add", spec, of_above, of_below), raw(Tensor.clone, value), role=role)
 
 
 @rule("floor_divide")
@@ -353,17 +334,17 @@ def floor_divide(above: Any, below: Any) -> Any:
 def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
     """An activation of the numerator, as `floor` is."""
     if not is_live(above):
-        tape().note("held: floor_divide")
+        now.tape.note("held: floor_divide")
         return raw(torch.div, above, below, rounding_mode=mode)
-    role = Role.FACTOR if is_factor(above.role, tape().rules) else Role.ACTIVATED
+    role = Role.FACTOR if is_factor(above.role, now.tape.rules) else Role.ACTIVATED
     below = value_of(below)
     return activate_from("floor_divide", above, lambda v: torch.div(v, below, rounding_mode=mode), role)
 
 
-@family("linalg_solve_triangular linalg_solve solve_triangular _linalg_solve_ex")
+@family("linalg_solve_triangular")
 def solve_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A⁻¹ b with A held."""
-    run = tape()
+    run = now.tape
     matrix, b = args[:2]
     if is_live(matrix):
         run.note("product: left factor held")
@@ -371,20 +352,15 @@ def solve_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
         return raw(function, *args, **kwargs)
     if run.rules.gate == "taylor" and is_live(matrix):
         return _live_solve(function, matrix, b, args[2:], kwargs)
-    return run.emit("solve", raw(function, *args, **kwargs), value_of(matrix), b, *_solve_options(name, kwargs))
-
-
-def _solve_options(name: str, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    upper = kwargs.get("upper") if "triangular" in name else None
-    return (upper, kwargs.get("left", True), kwargs.get("unitriangular", False))
+    options = (kwargs.get("upper"), kwargs.get("left", True), kwargs.get("unitriangular", False))
+    return run.emit("solve", raw(function, *args, **kwargs), value_of(matrix), b, *options)
 
 
 def _live_solve(function: Any, matrix: Any, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """X = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
     x0 = raw(function, matrix, b, *rest, **kwargs)
-    is_unit, upper = kwargs.get("unitriangular", False), kwargs.get("upper")
-    if upper is not None:  # torch reads no other part of the matrix
-        matrix = matrix.triu(int(is_unit)) if upper else matrix.tril(-int(is_unit))
+    is_unit = kwargs.get("unitriangular", False)  # torch reads no other part of the matrix
+    matrix = matrix.triu(int(is_unit)) if kwargs["upper"] else matrix.tril(-int(is_unit))
     moved = b - (torch.matmul(matrix, x0) if kwargs.get("left", True) else torch.matmul(x0, matrix))
     moved = moved - x0 if is_unit else moved  # zero at X
     return function(value_of(matrix), moved, *rest, **kwargs) + x0

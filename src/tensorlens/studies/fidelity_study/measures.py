@@ -7,7 +7,7 @@ $\Vert F(X+\epsilon) - F(X)\Vert$, the error of predicting no change ($T = 0$), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,23 +41,6 @@ class Direction:
     name: str
     unit: Hidden
     natural_size: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Errors:
-    """Errors along one direction, by size of the move; all but the sizes relative to the size of F(X).
-
-    Attributes:
-        sizes: Length of ε relative to that of X.
-        tensor: The error of T(X+ε) + B.
-        jacobian: The error of F(X) + J·ε.
-        nothing: The error of F(X), which is the change of the output itself.
-    """
-
-    sizes: list[float]
-    tensor: list[float]
-    jacobian: list[float]
-    nothing: list[float]
 
 
 def random_directions(T: AttentionTensor, n: int, seed: int) -> list[Direction]:
@@ -118,8 +101,10 @@ def jacobian_times(
         return torch.stack([torch.autograd.grad(pulled, v, u, retain_graph=True)[0] for u in directions])
 
 
-def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float]) -> Errors:
-    """Errors of the tensor, of the Jacobian and of no change, for moves of several sizes.
+def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float]) -> dict[str, Any]:
+    r"""Errors along one direction, by size of the move; all but `sizes` relative to the size of F(X).
+
+    `tensor` is the error of T(X+ε) + B, `jacobian` that of F(X) + J·ε, `nothing` that of F(X): the change itself.
 
     Args:
         T: The tensor at X.
@@ -138,8 +123,13 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
     def relative(errors: Tensor) -> list[float]:
         return (errors.flatten(1).norm(dim=1) / scale).tolist()
 
-    jacobian = relative(lengths.to(slope) * slope - changes)
-    return Errors(sizes=sizes, tensor=relative(pushed - changes), jacobian=jacobian, nothing=relative(changes))
+    return {
+        **{name: getattr(direction, name) for name in ("kind", "name", "natural_size")},
+        "sizes": sizes,
+        "tensor": relative(pushed - changes),
+        "jacobian": relative(lengths.to(slope) * slope - changes),
+        "nothing": relative(changes),
+    }
 
 
 def _true_function_of_many(T: AttentionTensor, states: Float[Tensor, "n token channel"]) -> Tensor:
@@ -184,8 +174,3 @@ def alternative_bounds(T: AttentionTensor) -> dict[str, dict[str, float]]:
                 "at_x": float((R @ x - output).norm() / output.norm()) if x.shape == output.shape else float("inf"),
             }
     return found
-
-
-def as_record(direction: Direction, errors: Errors) -> dict[str, Any]:
-    """Plain data of one direction."""
-    return {name: getattr(direction, name) for name in ("kind", "name", "natural_size")} | asdict(errors)

@@ -1,4 +1,4 @@
-"""The tables and the report of a fidelity run, from its summary."""
+r"""What the inputs of a fidelity run say together (curves by kind of direction, bounds, properties), and its report."""
 
 from __future__ import annotations
 
@@ -6,10 +6,114 @@ import math
 from functools import partial
 from typing import Any
 
-from tensorlens.studies.fidelity_study.properties import LINES
+import numpy as np
+
+from tensorlens.studies.fidelity_study.properties import LINES, mean_properties
 from tensorlens.studies.report import Section, Table, write_page
 from tensorlens.studies.runs import Run
 from tensorlens.views.study_figures.fidelity import error_curves, property_panels
+
+ERRORS = ("tensor", "jacobian", "nothing")
+
+
+def fidelity_summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Curves by kind of direction, bounds and properties, pooled over inputs."""
+    kinds = sorted({direction["kind"] for record in records for direction in record["directions"]})
+    norms = [record["norms"] for record in records]
+    return {
+        "n_inputs": len(records),
+        "kinds": {kind: _kind(records, kind) for kind in kinds},
+        "norms": {
+            "measured": _middle([norm["measured"]["value"] for norm in norms]),
+            "relative_distance_to_jacobian": _middle([norm["frobenius"]["relative"] for norm in norms]),
+            "stable_rank": _middle([norm["stable_rank"] for norm in norms]),
+            "alternatives": _alternatives([norm.get("alternatives", {}) for norm in norms]),
+            **{name: _middle([norm[name] for norm in norms]) for name in norms[0] if name.startswith("log10_")},
+        },
+        "holds": all(_holds(record) for record in records),
+        "properties": mean_properties([record["properties"] for record in records]),
+    }
+
+
+def _alternatives(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float | None]]:
+    """For each baseline, medians over inputs."""
+    return {
+        name: {what: _middle([one[name][what] for one in every if name in one]) for what in numbers}
+        for name, numbers in (every[0] if every else {}).items()
+    }
+
+
+def _kind(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Curves over the common sizes, and what happens at the natural ones."""
+    pairs = [(r, one) for r in records for one in r["directions"] if one["kind"] == kind]
+    common = [_common(one) for _, one in pairs]
+    rows: dict[str, list[list[float]]] = {}
+    for (record, one), kept in zip(pairs, common, strict=True):
+        for name, curve in ({name: one[name] for name in ERRORS} | bound_curves(record, one)).items():
+            rows.setdefault(name, []).append([curve[i] for i in kept])
+    first = {name: np.array([curve[0] for curve in rows[name]]) for name in ERRORS}
+    natural = [one for _, one in pairs if one["natural_size"] is not None]
+    return {
+        "n_directions": len(pairs),
+        "sizes": [pairs[0][1]["sizes"][i] for i in common[0]],
+        "curves": {name: _band(curves) for name, curves in rows.items()},
+        "relative_at_smallest": {
+            name: float(np.median(first[name] / np.maximum(first["nothing"], 1e-300))) for name in ERRORS[:2]
+        },
+        "natural": {name: _middle([_at_natural(one, name) for one in natural]) for name in ("sizes", *ERRORS)}
+        if natural
+        else None,
+    }
+
+
+def _common(direction: dict[str, Any]) -> list[int]:
+    """Places of the sizes that every direction has."""
+    return [i for i, size in enumerate(direction["sizes"]) if size != direction["natural_size"]]
+
+
+def _at_natural(direction: dict[str, Any], name: str) -> float:
+    return direction[name][direction["sizes"].index(direction["natural_size"])]
+
+
+def bound_curves(record: dict[str, Any], direction: dict[str, Any]) -> dict[str, list[float]]:
+    r"""The right-hand side of Proposition 1 along a direction, for each value of $\Vert T\Vert_2$ at hand."""
+    norms = record["norms"]
+    values = {"bound_norm": math.log10(max(norms["measured"]["value"], 1e-300))}
+    values |= {f"bound_{name}": norms[f"log10_{name}"] for name in ("weights", "measured")}
+    ratio = math.log10(record["input_size"] / record["output_size"])
+    return {
+        # Above what a float holds the line stays at its edge.
+        name: [
+            10 ** min(log10 + math.log10(size) + ratio, 300) + change
+            for size, change in zip(direction["sizes"], direction["nothing"], strict=True)
+        ]
+        for name, log10 in values.items()
+        if log10 is not None
+    }
+
+
+def _holds(record: dict[str, Any]) -> bool:
+    """Whether no error exceeds any right-hand side, up to rounding."""
+    return all(
+        error <= bound * (1 + 1e-3) + 1e-5
+        for direction in record["directions"]
+        for curve in bound_curves(record, direction).values()
+        for error, bound in zip(direction["tensor"], curve, strict=True)
+    )
+
+
+def _band(curves: list[list[float]]) -> dict[str, list[float]]:
+    low, median, high = np.quantile(np.array(curves), (0.1, 0.5, 0.9), axis=0)
+    return {"median": median.tolist(), "low": low.tolist(), "high": high.tolist()}
+
+
+def _middle(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+# Tables and report ----------------------------------------------------------------------------------------------------
+
 
 BOUNDS = {
     "log10_measured": "product, measured gates and attention",

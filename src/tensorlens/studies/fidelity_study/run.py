@@ -22,18 +22,15 @@ from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import operator_norm
 from tensorlens.studies.fidelity_study.measures import (
     alternative_bounds,
-    as_record,
     distance_to_jacobian,
     errors_along,
     random_directions,
     token_directions,
 )
 from tensorlens.studies.fidelity_study.properties import block_ranges, tensor_properties
-from tensorlens.studies.fidelity_study.report import fidelity_report
-from tensorlens.studies.fidelity_study.summary import fidelity_summary
-from tensorlens.studies.identity import digest_of, model_settings, tensor_digest
+from tensorlens.studies.fidelity_study.report import fidelity_report, fidelity_summary
 from tensorlens.studies.options import Options, chosen_options
-from tensorlens.studies.runs import Run, StudyResult
+from tensorlens.studies.runs import Run, StudyResult, digest_of, model_settings, tensor_digest
 from tensorlens.tensor import AttentionTensor
 
 SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
@@ -134,7 +131,7 @@ def measure(lens: Lens, value: Any, options: FidelityOptions) -> dict[str, Any]:
         "input_size": float(T.input.norm()),
         "output_size": float(T.output.norm()),
         "norms": measure_norms(T, options),
-        "directions": [as_record(one, errors_along(T, one, options.sizes)) for one in directions],
+        "directions": [errors_along(T, one, options.sizes) for one in directions],
         "properties": properties,
     }
 

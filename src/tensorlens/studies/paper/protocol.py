@@ -1,6 +1,6 @@
-"""The paper's protocol as a record and a file: what it says, and for what it leaves open what was taken.
+"""The paper's protocol as a record and a file: what it says, and our choice where it leaves something open.
 
-A file (.json or .toml) holds any part of `Protocol`; the rest is as here. So whoever knows better can correct it.
+A file (.json or .toml) holds any part of `Protocol`; the rest is as here. So it can be corrected.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class PaperTable:
     # Data -------------------------------------------------------------------------------------------------------------
 
     def _measured(self) -> Dataset:
-        """What is measured on: the test part, or what is held out of training where there are no parts."""
+        """The data to measure on: the test part, or what is held out of training if there are no parts."""
         options = self.options
         whole = read_dataset(self.data, column=options.column, label=options.label, split=options.split)
         expected = "image" if self.table.kind == "imagenet" else "text"

@@ -27,7 +27,7 @@ Pair = tuple[str, int]
 
 
 def is_classifier(model: str, revision: str | None = None) -> bool:
-    """Whether a checkpoint has a head for whole texts, so that it was trained before."""
+    """Whether a checkpoint has a head for whole texts, so it was trained before."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(local_folder(model, revision, weights=False))
@@ -37,7 +37,7 @@ def is_classifier(model: str, revision: str | None = None) -> bool:
 def trained(
     model: str, data: Dataset, held_out: Dataset, folder: Path, options: Training, *, seed: int, device: str | None
 ) -> dict[str, Any]:
-    """Train a classifier of sentiment into `folder`, unless it is there already; what is known of it.
+    """Train a classifier of sentiment into `folder`, unless it is there already; what is known about it.
 
     Args:
         model: Folder or hub id of the model without a head.

@@ -1,6 +1,6 @@
 """Which samples a study sees: texts cut to one length, in the order of the file or drawn at random.
 
-A random draw takes one sample from each label, class or article in turn, so that a small one is not of one kind: the
+A random draw takes one sample from each label, class or article in turn, so a small one is not all of one kind: the
 test part of IMDB is sorted by label, ImageNet's folders by class, and windows of WikiText lie side by side.
 """
 

@@ -80,7 +80,7 @@ def is_better(order: Order, metric: str) -> bool:
 def auc(curve: Sequence[float], grid: Sequence[float]) -> float:
     """Area under a curve over its range: the mean height, by trapezoids.
 
-    Convention: divided by the range, so that it does not depend on where the grid ends. Times the range it is the
+    Convention: divided by the range, so it does not depend on where the grid ends. Times the range it is the
     other scale of the AUC, the area itself; the paper does not say which one it reports.
     """
     area = sum(

@@ -23,7 +23,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.intervals import short
-from tensorlens.studies.members import member_lens, split
+from tensorlens.studies.options import member_lens, split
 from tensorlens.studies.perturbation_study.drawing import SamplePiece
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,
@@ -249,11 +249,11 @@ def _cell(
 
 
 class GroupMaps:
-    """The scores of groups of samples at one output: one recording of a group for each member of the rules asked for.
+    """The scores of groups of samples at one output: one recording of a group for each rule set asked for.
 
     Args:
         lens: The model.
-        methods: Names in `METHODS`, those of T perhaps with a member after an @.
+        methods: Names in `METHODS`, those of T perhaps with a rule set after an @.
         options: The watched output, and how norms are made and joined.
     """
 

@@ -17,14 +17,13 @@ from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
 from tensorlens.studies.datasets import Dataset, read_dataset
-from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import checked_names, chosen_options
 from tensorlens.studies.perturbation_study.measuring import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.report import each_result, perturbation_report
 from tensorlens.studies.perturbation_study.samples import Images, Samples, Texts
 from tensorlens.studies.perturbation_study.summary import perturbation_summary
-from tensorlens.studies.runs import Run, StudyResult
+from tensorlens.studies.runs import Run, StudyResult, model_settings
 
 GROUP_SIZE = 16
 MIN_GROUPS = 8

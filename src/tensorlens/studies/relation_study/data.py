@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.studies.identity import digest_of
+from tensorlens.studies.runs import digest_of
 
 PLACEHOLDER = "{}"
 Text = Annotated[str, msgspec.Meta(pattern=r"\S")]

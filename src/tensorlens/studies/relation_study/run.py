@@ -19,19 +19,21 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
-from tensorlens.studies.identity import model_settings
 from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.plain_states import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
+    EMBEDDING,
+    LocalLinear,
     Predictor,
+    Start,
     Tuned,
+    expand_locally,
     lre_predictor,
     run_prompts,
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.lre import EMBEDDING, LocalLinear, Start, expand_locally
 from tensorlens.studies.relation_study.prompts import (
     FactSplit,
     RelationPrompt,
@@ -46,9 +48,8 @@ from tensorlens.studies.relation_study.prompts import (
     testing_prompts,
     training_prompts,
 )
-from tensorlens.studies.relation_study.report import relation_report
-from tensorlens.studies.relation_study.summary import relation_summary
-from tensorlens.studies.runs import Run, StudyResult
+from tensorlens.studies.relation_study.report import relation_report, relation_summary
+from tensorlens.studies.runs import Run, StudyResult, model_settings
 
 SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
@@ -197,7 +198,7 @@ class _Decoder:
         test = self._known(relation, facts, train[0], options.seed + split)
         if len(test.facts) < options.min_test:
             raise _Skip(f"{len(test.facts)} test facts known to the model; {options.min_test} are needed")
-        answers = run_prompts(self.anatomy, [prompt.ids for prompt in train], ()).logits.argmax(-1).tolist()
+        answers = run_prompts(self.anatomy, [prompt.ids for prompt in train], ()).output.argmax(-1).tolist()
         predictors, constant = self._predictors(train, test)
         return {
             "n_candidates": test.n_candidates,
@@ -212,11 +213,12 @@ class _Decoder:
 
     def _known(self, relation: Relation, facts: FactSplit, like: RelationPrompt, seed: int) -> _Test:
         """The test facts that align with training and that the model knows."""
-        pairs = zip(facts.test, self._testing_prompts(relation, facts), strict=True)
+        prompts = testing_prompts(self.tokens, relation.template, facts, with_all=self.options.test_examples == "m")
+        pairs = zip(facts.test, prompts, strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
         if not aligned:
             return _Test(facts=[], prompts=[], answers=[], expected=[], n_candidates=0)
-        logits = run_prompts(self.anatomy, [prompt.ids for _, prompt in aligned], ()).logits
+        logits = run_prompts(self.anatomy, [prompt.ids for _, prompt in aligned], ()).output
         top = logits.topk(min(self.options.top_k, logits.shape[-1])).indices.tolist()
         rows = []
         for (fact, prompt), best in zip(aligned, top, strict=True):
@@ -227,10 +229,6 @@ class _Decoder:
         columns = zip(*(rows[i] for i in chosen), strict=True) if chosen else ([], [], [], [])
         known, prompts, answers, expected = (list(column) for column in columns)
         return _Test(facts=known, prompts=prompts, answers=answers, expected=expected, n_candidates=len(aligned))
-
-    def _testing_prompts(self, relation: Relation, facts: FactSplit) -> list[RelationPrompt]:
-        with_all = self.options.test_examples == "m"
-        return testing_prompts(self.tokens, relation.template, facts, with_all=with_all)
 
     def _model_scores(self, relation: Relation, test: _Test) -> dict[str, Any]:
         said = [self.tokens.decode(answer) for answer in test.answers]
@@ -256,6 +254,7 @@ class _Decoder:
             for name, predictor in tensor_predictors(parts, states.entering[start], train[0].subject_tokens).items():
                 found[f"tensor.{name}@{start}"] = predictor
         if self.options.with_lre:
+            assert states.embedded is not None, "token ids go through their embedding"
             sources: dict[Start, Tensor] = {EMBEDDING: states.embedded, **states.entering}
             expanded = [expand_locally(self.anatomy, prompt.ids, position, list(sources)) for prompt in train]
             for start, state in sources.items():
