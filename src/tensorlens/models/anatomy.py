@@ -8,7 +8,7 @@ The search, step by step:
    transformers do): its encoder and decoder, its embeddings.
 3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
 4. *Choose*, `_choose`: the tree's list where the user or the model itself named it and it ran, else the chain, else the
-   tree's list if it holds enough of the weights. A chain with two states is refused (`around`).
+   tree's list if it ran. A chain with two states is refused (`around`).
 5. *The ending*, `endings.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
 6. *The head*, `_head`: the unembedding, and where the logits are if a softmax follows.
 7. *The beginning*, `around.start_before`: where X⁰ is what an embedding gives, since the first block takes only a part.
