@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
     for name in chosen.parts:
         print(f"== {name} on {device_name()}", flush=True)
         rows = PARTS[name][chosen.tiny]()

@@ -43,6 +43,7 @@ from tensorlens.models.modes import own_modes, stepwise
 from tensorlens.models.precision import in_float64, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor, Context
@@ -52,10 +53,10 @@ from tensorlens.views.printing import Printed
 Together = Literal["padded", "by length", "one by one"]
 """Which samples share a recording."""
 
-WINDOW = 16
+WINDOW = 8
 """Batches whose samples are sorted by length together."""
 
-MOST_SAMPLES = {"cuda": 512, "cpu": 16}
+MOST_SAMPLES = {"cuda": 1024, "cpu": 16}
 """Samples per batch: enough to keep a GPU busier than Python, few for a CPU's cache."""
 
 
@@ -295,7 +296,7 @@ def carries_across(recording: Recording) -> bool:
 
     A program with the same steps as one of the same model that was found to keep samples apart is not run again.
     """
-    known = _separate.setdefault(recording.from_model("A batch").model, set())
+    known = _learned.setdefault(recording.from_model("A batch").model, _Learned()).separate
     steps = hash(tuple([(step.operation, step.module) for step in recording.program.steps]))
     if steps in known:
         return False
@@ -310,8 +311,15 @@ def carries_across(recording: Recording) -> bool:
     return False
 
 
-_separate: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-"""By model, the lists of steps that keep samples apart."""
+@dataclass(frozen=True)
+class _Learned:
+    """What batches have shown of a model: lists of steps that keep samples apart; by rules, bytes held per token."""
+
+    separate: set[int] = field(default_factory=set)
+    held: dict[Rules, float] = field(default_factory=dict)
+
+
+_learned: WeakKeyDictionary[nn.Module, _Learned] = WeakKeyDictionary()
 
 
 def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
@@ -363,7 +371,7 @@ class InBatches:
         """Names of what differs in batches from what it is alone."""
         self._is_checked = False
         self._random = random.Random(seed)
-        self._held: float | None = None
+        self._held = _learned.setdefault(specimen.model, _Learned()).held
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
         """Start the work on a batch, by name."""
@@ -435,7 +443,7 @@ class InBatches:
         """Number of tokens per batch that fit into free memory."""
         if self.batch_size is not None:
             return sys.maxsize
-        return SHARE_OF_BATCH * free_bytes(self.device) / (self._held or self._guessed_bytes)
+        return SHARE_OF_BATCH * free_bytes(self.device) / self._held.get(self.specimen.rules, self._guessed_bytes)
 
     @cached_property
     def _guessed_bytes(self) -> int:
@@ -459,7 +467,8 @@ class InBatches:
             raise self._otherwise("one by one", f"{batch.mixing} combines several of them")
         if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
             raise self._otherwise("one by one", "the number of blocks that run depends on the input")
-        self._held = batch.recording.program.held_bytes / max(1, len(prepared) * max(batch.lengths))
+        n_tokens = len(prepared) * max(batch.lengths)
+        self._held[self.specimen.rules] = max(1, batch.recording.program.held_bytes) / n_tokens
         begun = self.begin_batch(batch)
         checked = None if self._is_checked else self._random.choice(batch.shortest)
         alone = {} if checked is None else self.make_alone(prepared[checked])

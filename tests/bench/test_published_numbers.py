@@ -134,7 +134,7 @@ def test_pages_hold_what_the_command_prints():
 def test_reasons_say_what_the_records_say():
     import tensorlens as tl
 
-    by_name = {path.name.partition(".")[0]: halves(*_judged(path))[1] for path in FILES}
+    by_name = {path.name.removesuffix(".jsonl.gz"): halves(*_judged(path))[1] for path in FILES}
 
     def value(name, method):
         return mean_of_means(by_name[name][method])

@@ -41,7 +41,7 @@ CAUSAL = [[1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [4.0, 1.0, -2.0]]
         ([[1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [1.0, 3.0, -2.0]], {}, ()),
         (SINK, {"causal": True, "set_aside": []}, ()),
         (SINK, {"set_aside": [2, 99, "x", True]}, (2,)),
-        (SINK, {"causal": True, "grid": {"rows": 1, "columns": 3, "first": 1}}, ()),
+        (SINK, {"causal": True, "grid": {"rows": 1, "columns": 3, "first": 1}}, (0,)),  # a class token
         ([[float("nan"), 1.0, 2.0]], {"causal": True}, ()),
         (SINK, {"causal": True, "grouped": "sentences"}, ()),
         ([], {"causal": True}, ()),
@@ -64,5 +64,5 @@ def test_set_aside_changes_colours_and_nothing_else():
     assert torch.equal(found.scores, whole.scores) and found.top(1) == whole.top(1)
     assert found.set_aside().view().set_aside == ()
     for wrong in (4, -5, True):
-        with pytest.raises(InputError, match="an input between -4 and 3"):
+        with pytest.raises(InputError, match="from -4 to 3"):
             whole.set_aside(wrong)

@@ -1,1 +1,1 @@
-"""Whole answers of a language model, and what of the prompt they stand on."""
+"""Whole answers of a language model, and the parts of the prompt that they are based on."""

@@ -1,4 +1,4 @@
-"""`Answer`: what a language model said after a prompt, and which parts of the prompt it rests on."""
+"""`Answer`: what a language model said after a prompt, and the parts of the prompt that it is based on."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
 
 
 def agreement(served: Sequence[float], own: Sequence[float]) -> Agreement:
-    """Compare; a disagreement is warned of."""
+    """Compare; a disagreement raises a warning."""
     apart = [abs(one - other) for one, other in zip(own, served, strict=True)]
     largest = max(apart)
     found = Agreement(tuple(served), sum(apart) / len(apart), largest, apart.index(largest))

@@ -47,10 +47,10 @@ def check_method_name(name: str) -> None:
 
 
 def check_name_with_member(name: str) -> None:
-    """The same of a name that may have a member of the family of rules after an @.
+    """The same for a name that may have a rule set after an @.
 
     Raises:
-        MethodError: There is no such method or member.
+        MethodError: There is no such method or rule set.
     """
     check_method_name(split(name)[0])
     check_member(name)

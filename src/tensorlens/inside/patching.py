@@ -110,8 +110,10 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         true = torch.full_like(self.predicted, float("nan")) if self.true is None else self.true
         chosen = torch.tensor([kind is None or label.kind == kind for label in self.labels], dtype=torch.bool)
         chosen &= ~true.isnan()
-        pair = in_float64(self.predicted[chosen]), in_float64(true[chosen])
-        return Correlation(correlation(*pair), correlation(*(ranks(one) for one in pair)), len(pair[0]))
+        pair = in_float64(torch.stack([self.predicted[chosen], true[chosen]]))
+        both = [pair, in_float64(pair.argsort().argsort())]  # the numbers, and the place of each among them
+        found = [float(torch.corrcoef(one)[0, 1]) if pair.shape[1] > 1 else float("nan") for one in both]
+        return Correlation(found[0], found[1], pair.shape[1])
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
@@ -119,16 +121,6 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         best = self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist()
         rows = [(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", true[i]) for i in best]
         yield table(("component", "predicted", "true"), rows)
-
-
-def ranks(values: Tensor) -> Tensor:
-    """The place of each number among them."""
-    return in_float64(values.argsort().argsort())
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    """Pearson's correlation; NaN of fewer than two."""
-    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) if len(a) > 1 else float("nan")
 
 
 @own_modes

@@ -68,7 +68,7 @@ def _glob_enc(block: Decomposition, rows: slice) -> Matrices:
 
 
 def _alti(block: Decomposition, rows: slice) -> Matrices:
-    r"""How near each source comes to the whole (Ferrando et al. 2022).
+    r"""How close each source comes to the whole (Ferrando et al. 2022).
 
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
@@ -119,7 +119,7 @@ def rollout(matrices: Sequence[Matrices], *, has_residual: bool, raw: bool = Fal
 def average(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
     """The average over blocks, no identity added.
 
-    Convention: norm maps by row sums first, or late blocks with large states would drown the others; `raw` does not.
+    Convention: norm maps by row sums first, or late blocks with large states would dominate the others; `raw` does not.
     """
     return torch.stack([matrix if raw else rows_to_one(matrix) for matrix in matrices]).mean(0)
 
@@ -140,7 +140,7 @@ _matrices: WeakKeyDictionary[Recording, dict[Any, list[Matrices]]] = WeakKeyDict
 """What joins of one measure share: kept as long as the recording."""
 
 _held: WeakKeyDictionary[Recording, Recording] = WeakKeyDictionary()
-"""Recordings of the same pass in the paper's member."""
+"""Recordings of the same pass under the paper's rules."""
 
 
 def block_matrices(operator: FrozenOperator, measure: str) -> list[Matrices]:
@@ -172,7 +172,7 @@ def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
 
 
 def _with_held_factors(recording: Recording) -> Recording:
-    """The pass in a member whose blocks can be taken apart: baselines describe the model, whatever the member of T."""
+    """The pass under rules whose blocks can be taken apart: baselines describe the model, whatever the rules of T."""
     if recording.rules.holds_factors:
         return recording
     if recording not in _held:

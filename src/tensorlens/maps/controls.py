@@ -1,4 +1,4 @@
-"""Controls: rankings that know nothing of what the model did. A method that does not beat them says nothing.
+"""Controls: rankings that do not use the model. A method that does not beat them says nothing.
 
 For decoders, recency is the one to watch: near tokens matter most to a language model whatever happens inside it.
 """

@@ -1,6 +1,6 @@
 r"""One block's attention taken apart by source token, with every norm on the way held at its actual scale.
 
-For output i and source j, in the words of METHOD and of Kobayashi et al.:
+For output i and source j, in the notation of Kobayashi et al.:
 
 - $c_{ij} = \sum_h A_{h,ij}\, v_{h,j} W_{o,h}$, with the *actual* values, biases and norm before them included;
 - $s_{ij}$: the same after what stands between attention and the residual sum (a norm, a layer scale);

@@ -1,4 +1,4 @@
-"""What a question leaves open, and what is taken then: which method, which output, which prediction.
+"""Defaults for what a question leaves open: the method, the output, the prediction.
 
 Every place that answers a question asks here, and the signatures of users' functions take their defaults from here.
 """
@@ -20,7 +20,7 @@ METHOD_OF_CLASSES = "tensor.in_class"
 """The method of `Mapper`, of `tensorlens maps` and of the explorer where the model has a head."""
 
 METHOD_OF_PICTURES = "tensor.contribution"
-"""What is asked first of a picture in a model without a head."""
+"""The first method for a picture in a model without a head."""
 
 OUT_TOKEN = -1
 """The output of questions about one of them: the last, which in a decoder predicts what comes next."""

@@ -38,7 +38,7 @@ MOST_STATES = {"cuda": 128, "cpu": 8}
     takes_samples=True,
 )
 def times_input(question: Question) -> Scored:
-    r"""$⟨\partial r / \partial x_j, x_j⟩$: In+Class, or In+Out without classes, of the member `Rules.jacobian`."""
+    r"""$⟨\partial r / \partial x_j, x_j⟩$: In+Class, or In+Out without classes, under `Rules.jacobian`."""
     recording = _whole(question)
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     if rules != recording.rules:
@@ -73,7 +73,7 @@ def integrated(question: Question) -> Scored:
 
 
 _EXPLAINS = {"explains": True}
-"""Says that the target is what is explained, under that name."""
+"""Says that the target is explained, under that name."""
 
 
 def integrated_gradients(recording: Recording, question: Question, layer: list[int], n_steps: int = N_STEPS) -> Tensor:

@@ -278,8 +278,7 @@ def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
             raise InputError(
                 f"The group {span.label!r} ({span.start}:{span.stop}) must lie within the input's {length} {of_what}."
             )
-    ordered = sorted(spans, key=lambda span: span.start)
-    for one, other in pairwise(ordered):
+    for one, other in pairwise(sorted(spans, key=lambda span: span.start)):
         if other.start < one.stop:
             raise InputError(
                 f"Groups must not overlap; {one.label!r} ({one.start}:{one.stop}) and {other.label!r} "
@@ -313,16 +312,8 @@ def _passage(passage: str, text: str | None) -> Passage:
 # Words ----------------------------------------------------------------------------------------------------------------
 
 
-class Word(NamedTuple):
-    """Tokens `start` … `stop` - 1 as one."""
-
-    label: str
-    start: int
-    stop: int
-
-
-def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Word, ...]:
-    """The words of some tokens, in order; every token is in exactly one.
+def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage, ...]:
+    """The words of some tokens, in order, as ranges of tokens; every token is in exactly one.
 
     A word ends at white space, between letters and punctuation, and, in scripts that write no spaces, at each token.
     Pieces of one character always stay together.
@@ -339,7 +330,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Word, ..
 
 
 def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
-    """Whether these are offsets of this text: files come from strangers."""
+    """Whether these are offsets of this text: files may come from anywhere."""
     if not isinstance(offsets, list) or len(offsets) != n_tokens:
         return False
     pairs = [pair for pair in offsets if pair is not None]
@@ -352,42 +343,42 @@ def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
     )
 
 
-def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], text: str) -> tuple[Word, ...]:
-    found: list[Word] = []
+def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], text: str) -> tuple[Passage, ...]:
+    found: list[Passage] = []
     begin = end = -1  # of the last word in the text; -1 after a token that is not text
     for k, pair in enumerate(offsets):
         if pair is None or pair[0] == pair[1]:
-            found.append(Word(labels[k], k, k + 1))
+            found.append(Passage(labels[k], k, k + 1))
             begin = end = -1
             continue
         start, stop = pair
         if end >= 0 and (start < end or start == end and _is_one_word(text[end - 1], text[start])):
             end = max(end, stop)
-            found[-1] = Word(text[begin:end], found[-1].start, k + 1)
+            found[-1] = Passage(text[begin:end], found[-1].start, k + 1)
         else:
             begin, end = (start - 1 if start and labels[k].startswith(" ") and text[start] != " " else start), stop
-            found.append(Word(text[begin:end], k, k + 1))
-    alone = (word.stop == word.start + 1 and not _BYTES.search(labels[word.start]) for word in found)
+            found.append(Passage(text[begin:end], k, k + 1))
     return tuple(
-        word._replace(label=labels[word.start]) if is_alone else word
-        for word, is_alone in zip(found, alone, strict=True)
+        word._replace(label=labels[k]) if word.stop == k + 1 and not _BYTES.search(labels[k]) else word
+        for word in found
+        for k in [word.start]
     )
 
 
-def _by_labels(labels: Sequence[str]) -> tuple[Word, ...]:
-    found: list[Word] = []
+def _by_labels(labels: Sequence[str]) -> tuple[Passage, ...]:
+    found: list[Passage] = []
     pieces = b""  # of a character that is not complete yet
     for k, label in enumerate(labels):
         raw = _raw(label)
         if raw is not None and found and pieces:
             pieces += raw
-            found[-1] = Word(_decoded(pieces, found[-1].label), found[-1].start, k + 1)
+            found[-1] = Passage(_decoded(pieces) or found[-1].label, found[-1].start, k + 1)
         elif raw is None and found and _continues(labels, k):
-            found[-1] = Word(found[-1].label + label.removeprefix("##"), found[-1].start, k + 1)
+            found[-1] = Passage(found[-1].label + label.removeprefix("##"), found[-1].start, k + 1)
         else:
-            found.append(Word(label if raw is None else _decoded(raw, label), k, k + 1))
+            found.append(Passage(label if raw is None else _decoded(raw) or label, k, k + 1))
             pieces = raw or b""
-        if raw is None or _is_complete(pieces):
+        if raw is None or _decoded(pieces) is not None:
             pieces = b""
     return tuple(found)
 
@@ -418,13 +409,9 @@ def _raw(label: str) -> bytes | None:
     return bytes.fromhex(re.sub("[⟨⟩]", "", label)) if _BYTES.fullmatch(label) else None
 
 
-def _is_complete(pieces: bytes) -> bool:
+def _decoded(pieces: bytes) -> str | None:
+    """The text of some bytes; None while a character is not complete."""
     try:
-        pieces.decode("utf-8")
+        return pieces.decode("utf-8")
     except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _decoded(pieces: bytes, otherwise: str) -> str:
-    return pieces.decode("utf-8") if _is_complete(pieces) else otherwise
+        return None

@@ -21,12 +21,12 @@ TOKENS_TOGETHER = 2**14
 
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
-    """What the inputs do not carry of each row's total is the bias's."""
+    """The part of each row's total that the inputs do not carry is the bias's."""
     return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
 
 
 def _rounding(found: Weighed) -> dict[str, Any]:
-    """What part of the summed magnitudes is left in the scores, with a warning where rounding may be as large."""
+    """The part of the summed magnitudes that is left in the scores, with a warning if rounding may be as large."""
     kept = found.kept
     noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(TINY)
     return {"kept": kept, "noise": noise}
@@ -42,7 +42,7 @@ def _bias_share(question: Question) -> Tensor:
 
 
 def _from_sink(question: Question, *, to_logits: bool) -> dict[str, Tensor]:
-    """How much of each row a held attention sink gives; nothing where none is held."""
+    """How much of each row comes from a held attention sink; nothing if none is held."""
     operator = question.operator
     end = question.recording.bias_of_sinks(operator.span, operator.heads, to_logits=to_logits)
     if end is None:

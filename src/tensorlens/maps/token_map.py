@@ -22,6 +22,7 @@ from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
 from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, grouped_meta, with_beside
 from tensorlens.maps.methods import METHODS
+from tensorlens.operators.operator import check_token
 from tensorlens.records import Record, Writer, as_array
 from tensorlens.views.answer_text import answer_text
 from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sink_given, sum_lines, title_of
@@ -48,7 +49,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     """How much each input token contributes to each output token: row i, column j is i ← j.
 
     Holds one copy of the scores on the CPU and nothing of the model. `meta` is kept in its JSON
-    form (tuples as lists, keys as strings), so that a saved map comes back equal.
+    form (tuples as lists, keys as strings), so a saved map comes back equal.
 
     Attributes:
         scores: one row per output, one column per input.
@@ -122,7 +123,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         Raises:
             InputError: there is no such output.
         """
-        i = self._position(out_token)
+        i = check_token(out_token, self.shape[0])
         n_out = self.shape[0]
         meta = {k: [v[i]] if is_by_output(k, v, n_out) else v for k, v in self.meta.items()}
         return replace(
@@ -147,13 +148,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         Raises:
             InputError: there is no such input.
         """
-        n_in = self.shape[1]
-        for position in in_tokens:
-            if type(position) is not int or not -n_in <= position < n_in:
-                raise InputError(
-                    f"Expected an input between {-n_in} and {n_in - 1}, got {position!r}. Pass positions of inputs."
-                )
-        chosen = sorted({position % n_in for position in in_tokens})
+        chosen = sorted({check_token(position, self.shape[1], "in_token") for position in in_tokens})
         return replace(self, meta=self.meta | {"set_aside": chosen})
 
     def words(self) -> TokenMap:
@@ -199,7 +194,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             InputError: `k` is below 1, or there is no such output.
         """
         k = check_whole(k, "k", 1)
-        row = self.scores[self._position(out_token)]
+        row = self.scores[check_token(out_token, self.shape[0])]
         strength = row.abs().nan_to_num(nan=-1.0, posinf=torch.inf)
         order = strength.argsort(descending=True, stable=True)[:k].tolist()
         return [Top(j, self.in_tokens[j], float(row[j])) for j in order]
@@ -271,14 +266,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
             figures.write_figure(self.view(), path, kind)
 
         drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
-        data = super()._writers()
-        return {
-            ".html": page,
-            **drawn,
-            ".json": data[".json"],
-            ".csv": self._write_csv,
-            ".safetensors": data[".safetensors"],
-        }
+        return {".html": page, **drawn, ".csv": self._write_csv, **super()._writers()}
 
     def _write_csv(self, path: Path) -> None:
         """One line per pair of output and input, for spreadsheets and data frames.
@@ -314,15 +302,6 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         if image is not None and not isinstance(image, str):
             raise InputError(f"Expected an image as text, got {type(image).__name__}. Pass a base64 data URI.")
         return image
-
-    def _position(self, out_token: int) -> int:
-        n_out = self.shape[0]
-        if not -n_out <= out_token < n_out:
-            raise InputError(
-                f"Expected an output between {-n_out} and {n_out - 1}, got {out_token}. "
-                f"This map has {n_out} output{'' if n_out == 1 else 's'}."
-            )
-        return out_token % n_out
 
 
 def _labels(name: str, labels: Any) -> tuple[str, ...]:
@@ -365,11 +344,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
     if isinstance(meta.get("sink"), list):
         return tuple(k for k in meta["sink"] if type(k) is int and 0 <= k < n_in)
-    grid = meta.get("grid")
-    if isinstance(grid, dict) and all(type(grid.get(name)) is int for name in ("rows", "columns", "first")):
-        patches = range(grid["first"], grid["first"] + grid["rows"] * grid["columns"])
-        return tuple(j for j in range(n_in) if j not in patches)  # the class token and registers
-    is_by_token = grid is None and not meta.keys() & {"grouped", "sink_gives"}
+    is_by_token = meta.get("grid") is None and not meta.keys() & {"grouped", "sink_gives"}
     if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()
     rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)

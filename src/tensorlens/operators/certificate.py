@@ -49,7 +49,7 @@ class Certificate(Printed):
         held: For each module the norm of what it gives in a run at zero, by that at X: 0 for one that T carries whole,
             1 for one that is all in B.
         rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
-        captured: For each block the gap between finite differences of the model and the Jacobian's member.
+        captured: For each block the gap between finite differences of the model and T under the Jacobian's rules.
         reservations: What a plain "passed" would hide.
         seconds: What the laws took, and what those in float32 took.
     """

@@ -7,5 +7,4 @@
 | `transformer_lens` | TransformerLens | a bridge as a model, hook names of components |
 | `nnsight` | nnsight | a wrapped model as a model, inputs of a trace |
 | `sentence_transformers` | sentence-transformers | pair maps behind `model.similarity` |
-| `attention_views` | bertviz, circuitsvis | their views of T |
 """

@@ -81,7 +81,7 @@ def _holder(spans: Spans, start: int, stop: int) -> int | None:
 
 
 def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | None:
-    """Bounds within a text, one pair or None for each; None for anything else, since files come from strangers."""
+    """Bounds within a text, one pair or None for each; None for anything else, since files may come from anywhere."""
     spans = checked(value, list[tuple[int, int] | None])
     is_right = spans is not None and len(spans) == n and all(0 <= a < b <= length for a, b in filter(None, spans))
     return spans if is_right else None

@@ -18,10 +18,10 @@ Place = tuple[Annotated[int, Meta(ge=0)], Part, Part, Part, Part]
 
 
 def checked(value: Any, kind: Any) -> Any:
-    """The value if it is of this kind; None otherwise, since files come from strangers."""
+    """The value if it is of this kind; None otherwise, since files may come from anywhere."""
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError):
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
         return None
 
 

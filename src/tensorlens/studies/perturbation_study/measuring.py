@@ -249,11 +249,11 @@ def _cell(
 
 
 class GroupMaps:
-    """The scores of groups of samples at one output: one recording of a group for each member of the rules asked for.
+    """The scores of groups of samples at one output: one recording of a group for each rule set asked for.
 
     Args:
         lens: The model.
-        methods: Names in `METHODS`, those of T perhaps with a member after an @.
+        methods: Names in `METHODS`, those of T perhaps with a rule set after an @.
         options: The watched output, and how norms are made and joined.
     """
 

@@ -20,8 +20,8 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
     """Everything a perturbation run depends on besides model and data.
 
     Attributes:
-        methods: Names in `METHODS`; all of them if None. Those of T may have a member of the family of rules behind an
-            @: ``tensor.in_class@attn_lrp``. One that does not apply to the model is reported as missing.
+        methods: Names in `METHODS`; all of them if None. Those of T may have a rule set
+            after an @: ``tensor.in_class@attn_lrp``. One that does not apply to the model is reported as missing.
         limit: How many samples at most.
         draw: Samples in the order of the ``file``, or drawn at ``random``: in turn from each label, class or article.
         watch: The output whose state is watched and explained: ``first``, ``last``, the ``mean`` of all, or by
@@ -83,7 +83,7 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
 
 
 def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of maps, each once, with the member after an @."""
+    """Names of maps, each once, with the rule set after an @."""
     names = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))
     checked_names([split(name)[0] if isinstance(name, str) else name for name in names], METHODS, "methods")
     for name in names:
