@@ -203,6 +203,14 @@ BAD_QUESTIONS = {
 }
 
 
+def test_the_rules_are_those_recommended_for_the_question():
+    with make_client(library("gpt2", is_recommended=True)) as client:
+        found = kept_map(client, last(client))
+        assert found.meta["rules"] == tl.recommended("word").rules.as_dict()
+        chosen = kept_map(client, last(client, rules="paper"))
+        assert chosen.meta["rules"] == tl.Rules.paper().as_dict()
+
+
 def test_a_model_of_a_link_is_added_and_a_path_is_not(tmp_path):
     with make_client(library("gpt2", load=lambda name: load("gpt2"))) as client:
         added = events(client.post("/api/add", json={"model": "some/model"}))[-1]

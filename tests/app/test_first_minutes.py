@@ -256,6 +256,19 @@ def test_words_are_asked_of_the_map(decoder, monkeypatch):
     assert len(found["scores"]) == 1
 
 
+def test_whole_words_are_shown_and_tokens_are_one_flag_away(decoder, tmp_path):
+    said = {flag: asked("map", decoder, "Red and blue", "--no-certify", *flag) for flag in ((), ("--tokens",))}
+    lines = {
+        flag: [line.split()[1] for line in text.splitlines() if re.match(r" *\d+ ", line)]
+        for flag, text in said.items()
+    }
+    assert {"Red", "and", "blue"} <= {*lines[()]} and len(lines["--tokens",]) == len("Red and blue")
+    norms = asked("map", decoder, "Red and blue", "--no-certify", "--method", "tensor.norm", "--out-token", "-1")
+    assert len(re.findall(r"(?m)^ *\d+ ", norms)) == len("Red and blue"), "norms do not add up"
+    asked("map", decoder, "Red and blue", "--no-certify", "--out", str(tmp_path / "map.json"))
+    assert tl.TokenMap.load(tmp_path / "map.json").shape[1] == len("Red and blue")
+
+
 def _with_words() -> PreTrainedTokenizerFast:
     """Bytes, and the tokens ` Paris`, ` Rome` and `Rome`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -102,6 +102,19 @@ def test_tokens_become_words_and_tokens_again(open_map):
     assert tab.locator(".text.row .token").all_inner_texts() == list(labels)
 
 
+def test_one_signed_row_begins_in_words_with_the_sink_beside(open_map):
+    labels = ("Th", "e", " E", "iff", "el")
+    words = (("The", 0, 2), (" Eiffel", 2, 5))
+    row = map_view([[9.0, -1.0, 1.0, 2.0, 3.0]], labels=labels, words=words, set_aside=(0,))
+    tab = open_map(row)
+    assert tab.locator(".text.row .token").all_inner_texts() == ["Th", "The", " Eiffel"]
+    assert "+6.00" in tab.locator(".ranking").first.inner_text()
+    tab.get_by_label("Whole words").uncheck()
+    assert tab.locator(".text.row .token").all_inner_texts() == list(labels)
+    norms = open_map(map_view([[9.0, 1.0, 1.0, 2.0, 3.0]], labels=labels, words=words, signed=False))
+    assert norms.locator(".text.row .token").all_inner_texts() == list(labels)
+
+
 def test_the_sum_of_the_row_is_said(open_map):
     tab = open_map(map_view(np.eye(2), sums=("inputs sum to 1.00; …", "inputs sum to 2.00; …")))
     expect(tab.locator(".sum")).to_have_text("inputs sum to 2.00; …")

@@ -344,11 +344,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(j for j in chosen if type(j) is int and 0 <= j < n_in)
     if isinstance(meta.get("sink"), list):
         return tuple(k for k in meta["sink"] if type(k) is int and 0 <= k < n_in)
-    grid = meta.get("grid")
-    if isinstance(grid, dict) and all(type(grid.get(name)) is int for name in ("rows", "columns", "first")):
-        patches = range(grid["first"], grid["first"] + grid["rows"] * grid["columns"])
-        return tuple(j for j in range(n_in) if j not in patches)  # the class token and registers
-    is_by_token = grid is None and not meta.keys() & {"grouped", "sink_gives"}
+    is_by_token = meta.get("grid") is None and not meta.keys() & {"grouped", "sink_gives"}
     if n_out == 0 or n_in < 3 or not is_by_token or not _is_causal(scores, meta):
         return ()
     rows = (scores if n_out == 1 else scores[1:]).abs().nan_to_num(nan=0.0)

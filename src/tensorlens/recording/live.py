@@ -25,9 +25,15 @@ now = _Thread()
 """`now.tape` is the recording of this thread, or None."""
 
 
+quiet = torch._C.DisableTorchFunctionSubclass
+"""The context in which torch functions are not seen."""
+no_kernels = torch._C._DisableTorchDispatch
+"""The context in which kernels are not seen."""
+
+
 def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function without rules: live tensors count as their values, and results are ordinary tensors."""
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with quiet(), no_kernels():
         return function(*args, **kwargs)
 
 
@@ -78,7 +84,7 @@ def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same answer without a detour by the rules."""
 
     def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return function(x, *args, **kwargs)
 
     return answer

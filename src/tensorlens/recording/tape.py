@@ -31,7 +31,9 @@ from tensorlens.recording.live import (
     WithRole,
     found_in,
     is_live,
+    no_kernels,
     now,
+    quiet,
     raw,
     spec_of,
 )
@@ -55,8 +57,6 @@ COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take of a tensor what stands at places."""
 
-_guard = torch._C.DisableTorchFunctionSubclass
-_no_kernels = torch._C._DisableTorchDispatch
 _tuple: Any = tuple.__new__
 
 
@@ -137,7 +137,7 @@ class Tape:
         coded: list[Any] = []
         slots: list[int] = []
         held: list[int] = []
-        with _guard():
+        with quiet():
             for arg in args:
                 kind = type(arg)
                 if kind is Live:
@@ -178,7 +178,7 @@ class Tape:
         """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
         found: Any = self._followed(value, Live, role)
         found.slot = slot
-        with _guard():
+        with quiet():
             found.spec = spec_of(found)
             found.stamp = UNCOUNTED if found.is_inference() else found._version
         return found
@@ -193,7 +193,7 @@ class Tape:
 
     def slot_of(self, x: Live) -> int:
         """The slot of a live tensor; a new one if its memory was written to since it got the last."""
-        with _guard():
+        with quiet():
             if x.stamp >= 0 and x.stamp == x._version:
                 return x.slot
         if x.stamp != version_of(x) or x.stamp == UNCOUNTED and self.writes.is_behind(x):
@@ -379,7 +379,7 @@ class Tape:
     def changed_constants(self) -> list[int]:
         """Constants that were written over, without anything live, after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
-        with _guard():
+        with quiet():
             return [n for n, (x, then) in pairs if x is not None and then != UNCOUNTED and x._version != then]
 
     def leave_inference_mode(self) -> None:
@@ -416,7 +416,7 @@ class Tape:
             args, kwargs = self._counted(name, args, kwargs)
         rule = RULES.get(name) or find_rule(name)
         if isinstance(rule, OfValue):
-            with _guard(), _no_kernels():
+            with quiet(), no_kernels():
                 value = function(*args, **kwargs)
             return rule.rule(self, name, value, args, kwargs)
         if rule is not None:
@@ -439,7 +439,7 @@ class Tape:
 
     def by_kernels(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function that has no rule of its own: the kernels it calls have theirs."""
-        with _guard():
+        with quiet():
             return function(*args, **kwargs)
 
     def _on_held(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, words
-from tensorlens.recording.live import FOLLOWED, Live, is_live, now, raw, role_of, spec_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, now, quiet, raw, role_of, spec_of
 from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in
 
@@ -265,7 +265,7 @@ def _plain_again(x: Tensor) -> Tensor:
 def version_of(x: Tensor) -> int:
     """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return x._version
     except RuntimeError:
         return UNCOUNTED
@@ -284,7 +284,7 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 def address_of(tensor: Tensor) -> int:
     """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
     try:
-        with torch._C.DisableTorchFunctionSubclass():
+        with quiet():
             return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers
         return 0
@@ -292,13 +292,13 @@ def address_of(tensor: Tensor) -> int:
 
 def geometry_of(x: Tensor) -> Geometry:
     """How a tensor lies in its memory."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with quiet():
         return Geometry(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _length(x: Tensor) -> int:
     """How many numbers of its type the memory of a tensor holds."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with quiet():
         return x.untyped_storage().nbytes() // x.dtype.itemsize
 
 

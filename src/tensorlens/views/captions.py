@@ -191,10 +191,9 @@ def _sum_with_aside(
     sink: float | None,
 ) -> str:
     """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
-    is_picture = meta.get("grid") is not None
-    called = "set aside" if "set_aside" in meta else "not a patch" if is_picture else "the first token"
-    grouped = "patches" if is_picture else meta.get("grouped", "tokens")
-    shown = grouped if grouped in ("patches", "tokens", "words", "sentences", "lines") else "groups"
+    called = "set aside" if "set_aside" in meta else "the first token"
+    grouped = meta.get("grouped", "tokens")
+    shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
     named = [(f"“{visible(label).strip()}”, {called},", own) for label, own in aside]
     named += [] if sink is None else [("an attention sink", sink)]

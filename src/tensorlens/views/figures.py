@@ -92,7 +92,7 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     shown = view.coloured[out_token]
     colouring = _colouring(view, limit_of(shown))
     for j, (box, score) in enumerate(zip(boxes, shown, strict=True)):
-        _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.set_aside)
+        _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.aside)
     _add_heading(figure, view)
     for line in lines:
         axes.text(_MARGIN, depth + 0.12, line, fontsize=_fitting(line, _LABEL_SIZE - 0.5, width), color=_MUTED)
@@ -286,11 +286,11 @@ def _fitting(text: str, size: float, width: float) -> float:
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:
     """Beside the legend: what has no colour, with a bar of its own where there is one row."""
-    if not view.set_aside:
+    if not view.aside:
         return
     width, height = figure.get_size_inches()
-    names = ", ".join(_label(view.in_tokens[j]) for j in view.set_aside[:3])
-    numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.set_aside[:3])
+    names = ", ".join(_label(view.in_tokens[j]) for j in view.aside[:3])
+    numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.aside[:3])
     style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
     figure.text(left / width, 0.13 / height, f"set aside: {names}{numbers}", va="top", **style)
     if row is not None:

@@ -119,7 +119,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "outTokens": None if view.has_one_text else list(view.out_tokens),
         "outPositions": None if view.out_positions is None else list(view.out_positions),
         "isSigned": view.is_signed,
-        "setAside": list(view.set_aside),
+        "setAside": list(view.aside),
         "words": [list(word) for word in view.words],
         "sums": list(view.sums),
         "sink": list(view.sink),

@@ -21,7 +21,7 @@ def checked(value: Any, kind: Any) -> Any:
     """The value if it is of this kind; None otherwise, since files may come from anywhere."""
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, OverflowError):
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
         return None
 
 

@@ -93,12 +93,20 @@ class MapView:
         return limit_of(self.coloured)
 
     @property
+    def aside(self) -> tuple[int, ...]:
+        """The inputs outside the colours: those set aside, or what is not a patch of a picture (class, registers)."""
+        if self.grid is None or self.set_aside:
+            return self.set_aside
+        patches = range(self.grid.first, self.grid.first + self.grid.n_patches)
+        return tuple(j for j in range(len(self.in_tokens)) if j not in patches)
+
+    @property
     def coloured(self) -> np.ndarray:
-        """The scores with NaN for the inputs that are set aside."""
-        if not self.set_aside:
+        """The scores with NaN for the inputs outside the colours."""
+        if not self.aside:
             return self.scores
         scores = self.scores.copy()
-        scores[:, list(self.set_aside)] = np.nan
+        scores[:, list(self.aside)] = np.nan
         return scores
 
     @property

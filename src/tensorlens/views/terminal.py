@@ -71,10 +71,10 @@ def _one_row(view: MapView) -> RenderableType:
     if view.grid is not None:
         parts.append(Padding(_patches(row, view.grid, view), (1, 0, 0, 0)))
     n_listed = _LISTED_INPUTS if view.grid is None else _LISTED_INPUTS // 3
-    in_colours = [j for j in range(len(row)) if j not in view.set_aside]
+    in_colours = [j for j in range(len(row)) if j not in view.aside]
     is_long = len(in_colours) > n_listed
     if is_long:
-        in_colours = [j for j in by_strength(row) if j not in view.set_aside][:n_listed]
+        in_colours = [j for j in by_strength(row) if j not in view.aside][:n_listed]
     parts.append(Padding(_bars(view, in_colours), (1, 0)))
     if is_long:
         parts.append(Padding(Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), (0, 0, 1, 0)))
@@ -89,7 +89,7 @@ def _bars(view: MapView, order: Iterable[int]) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     coloured = [(str(j), view.in_tokens[j], float(view.scores[0, j])) for j in order]
-    aside = [(str(j), view.in_tokens[j], float(view.scores[0, j])) for j in view.set_aside]
+    aside = [(str(j), view.in_tokens[j], float(view.scores[0, j])) for j in view.aside]
     aside += [("", "attention sink", given) for given in view.sink]
     for lines, is_aside in ((coloured, False), (aside, True)):
         for place, name, score in lines:
@@ -122,11 +122,11 @@ def _matrix(view: MapView) -> RenderableType:
         header.append(Text(set_cell_size(_label(token, _CELL_WIDTH - 1).strip(), _CELL_WIDTH - 1) + " ", style="dim"))
     table.add_row(*header)
     for i, token in enumerate(view.out_tokens):
-        cells = [_cell(float(score), view, j in view.set_aside) for j, score in enumerate(view.scores[i])]
+        cells = [_cell(float(score), view, j in view.aside) for j, score in enumerate(view.scores[i])]
         table.add_row(Text(f"{_label(token, _LABEL_WIDTH)} "), *cells)
     note = Text(f"Each cell is 100 × score ÷ {view.limit:.3g}, the largest score by size.", style="dim")
-    if view.set_aside:
-        names = ", ".join(_label(view.in_tokens[j], _LABEL_WIDTH).strip() for j in view.set_aside)
+    if view.aside:
+        names = ", ".join(_label(view.in_tokens[j], _LABEL_WIDTH).strip() for j in view.aside)
         note.append(f"\nSet aside, in the sum but not in the colours: {names}.")
     return Padding(Group(table, Text(), note), (1, 0))
 
@@ -173,7 +173,7 @@ def _strongest(view: MapView) -> RenderableType:
 
 def _inputs_of(view: MapView, i: int) -> Text:
     line = Text()
-    for j in [j for j in by_strength(view.scores[i]) if j not in view.set_aside][:_INPUTS_A_LINE]:
+    for j in [j for j in by_strength(view.scores[i]) if j not in view.aside][:_INPUTS_A_LINE]:
         score = float(view.scores[i, j])
         line.append(_label(view.in_tokens[j], _LABEL_WIDTH).strip(), style="bold")
         colour = _colour(0.7 if score > 0 else -0.7, view.is_signed)

@@ -23,7 +23,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.pairs.similarity import similarity
-from tensorlens.recommendations import MapQuestion, default_output, recommended
+from tensorlens.recommendations import MapQuestion, default_output, has_predictions, recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload
@@ -163,12 +163,14 @@ class Answers:
         if kept is not None:
             return kept, True
         lens = self._lens(job, ask.model)
-        lens = lens if rules is None else lens.with_rules(rules)
         job.tell("progress", stage="Model pass", done=None)
         picture = self.images.get(ask.image or "")
         if ask.text is None and picture is None:
             raise InputError("That image has expired. Please upload it again.")
-        made = Parts(lens(picture if ask.text is None else _as_text(lens, ask.text, self.limits)))
+        given = picture if ask.text is None else _as_text(lens, ask.text, self.limits)
+        made = Parts(lens(given) if rules is None else lens.with_rules(rules)(given))
+        if ask.rules is None and not has_predictions(made.whole):
+            made = Parts(lens(given))  # recommendations are about predictions
         self.tensors.put(key, made, made.n_bytes)
         return made, False
 
@@ -234,6 +236,7 @@ def _about(parts: Parts, ask: Ask, asked: MapQuestion) -> Event:
         "pools": recording.pools,
         "out_token": out_token % T.shape[0],
         "method": asked.method,
+        "rules": recording.rules.name,
         "every": asked.out_token is None and not recording.pools,
         "predictions": parts.predictions(out_token),
     }

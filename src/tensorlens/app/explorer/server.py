@@ -158,6 +158,7 @@ class _Explorer:
                 "models": [self._about(name) for name in self.library.names],
                 "methods": methods,
                 "rules": list(RULE_SETS),
+                "is_recommended": self.library.is_recommended,
                 "maps": [title for title, _ in self.library.maps],
                 "reports": [report.title for report in self.library.reports],
                 "limits": asdict(self.limits),

@@ -14,6 +14,7 @@ from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_pr
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
+from tensorlens.recording.rules.norms import statistic
 from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
@@ -74,8 +75,6 @@ def gated(gate: Live, up: Live, value: Tensor) -> Live:
 @family("pow square float_power")
 def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x^p as x ⊙ x^(p-1) with the second factor held, for p ≥ 1; any other power is a statistic."""
-    from tensorlens.recording.rules.norms import statistic
-
     run = now.tape
     x: Any
     x, exponent = (*args, *kwargs.values(), 2)[:2]

@@ -18,10 +18,8 @@ class Inside {
   build() {
     const { data } = this;
     const style = element("style", { text: STYLE + INSIDE_STYLE });
-    const shade = element("button", { class: "shade", type: "button", "aria-label": "Switch between light and dark", text: "◐" });
-    shade.addEventListener("click", () => chooseShade(shadeAround() === "dark" ? "light" : "dark"));
     const value = `${visible(data.target)} = ${formatNumber(data.value, false)}`;
-    const header = element("header", {}, [element("h2", { text: data.title }), element("span", { class: "size", text: value }), shade]);
+    const header = element("header", {}, [element("h2", { text: data.title }), element("span", { class: "size", text: value }), shadeButton()]);
     this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite", text: "Point at a cell; click one to see what it read and where it wrote." });
     this.about = element("section", { class: "about", "aria-label": "Component" });
     this.pictures = element("div", { class: "pictures" });
@@ -31,8 +29,7 @@ class Inside {
       this.graph = new GraphView(data, (node) => this.chooseNode(node), (text) => (this.tip.textContent = text));
       parts.push(this.graph.node);
     }
-    const caption = element("dl", { class: "caption" }, data.caption.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: text })]));
-    this.root.replaceChildren(style, element("div", { class: "lens inside" }, [...parts, caption]));
+    this.root.replaceChildren(style, element("div", { class: "lens inside" }, [...parts, captionList(data.caption)]));
     if (data.components) this.choose(this.strongest());
   }
 

@@ -48,6 +48,11 @@ function formatNumber(value, isSigned, like = value) {
   return (value < 0 ? "−" : isSigned ? "+" : "") + digits;
 }
 
+// Names and texts, one below the other.
+function captionList(lines) {
+  return element("dl", { class: "caption" }, lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text })]));
+}
+
 // Text goes in as text: nothing in this component ever parses a string as markup.
 function element(tag, attributes = {}, children = []) {
   const node = document.createElement(tag);

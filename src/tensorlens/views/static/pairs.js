@@ -20,9 +20,7 @@ class Pairs {
 
   build() {
     const { data } = this;
-    const shade = element("button", { class: "shade", type: "button", "aria-label": "Switch between light and dark", text: "◐" });
-    shade.addEventListener("click", () => chooseShade(shadeAround() === "dark" ? "light" : "dark"));
-    const header = element("header", {}, [element("h2", { text: data.title }), shade]);
+    const header = element("header", {}, [element("h2", { text: data.title }), shadeButton()]);
     const third = data.columns.length - 1 - data.nAgainst;
     this.sides = [
       this.buildText(0, data.pictures[0].length ? "First picture" : "First text", data.rows, 0, data.rows.length - 1),
@@ -40,10 +38,9 @@ class Pairs {
     this.grid.onPick = (row, column) => this.pick(row < data.rows.length - 1 ? [0, row] : column < data.columns.length - 1 ? [1, column] : null);
     const matrix = element("section", { class: "figure" }, [element("h3", { text: "Every pair: first text down, second across" }), canvas]);
     const list = element("section", {}, [element("h3", { text: "Strongest pairs" }), this.partners]);
-    const caption = element("dl", { class: "caption" }, data.caption.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: text })]));
     const texts = element("div", { class: "texts" }, this.sides.map((side) => side.node));
     const style = element("style", { text: STYLE + PAIRS_STYLE });
-    this.root.replaceChildren(style, element("div", { class: "lens pairs" }, [header, texts, this.tip, element("div", { class: "below" }, [list, matrix]), caption]));
+    this.root.replaceChildren(style, element("div", { class: "lens pairs" }, [header, texts, this.tip, element("div", { class: "below" }, [list, matrix]), captionList(data.caption)]));
   }
 
   buildText(axis, name, labels, start, stop) {

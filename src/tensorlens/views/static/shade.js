@@ -18,6 +18,12 @@ function chooseShade(shade) {
   document.dispatchEvent(new Event(SHADE_EVENT));
 }
 
+function shadeButton() {
+  const node = element("button", { class: "shade", type: "button", "aria-label": "Switch between light and dark", text: "◐" });
+  node.addEventListener("click", () => chooseShade(shadeAround() === "dark" ? "light" : "dark"));
+  return node;
+}
+
 // Until `signal` aborts: a page that shows one map after the other would keep them all alive.
 function onShadeChange(act, signal) {
   document.addEventListener(SHADE_EVENT, act, { signal });

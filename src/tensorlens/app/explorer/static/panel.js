@@ -24,7 +24,7 @@ export class Panel extends Asking {
     this.view = view;
     Object.assign(this, { onChange, onMap });
     this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
-    const snippet = (make) => () => onCopy(make({ ...this.mapped, output: this.view.output }));
+    const snippet = (make) => () => onCopy(make({ ...this.mapped, rules: this.mapped.rules ?? this.input.rules, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
     this.inside = new InsidePanel({ question: () => question(this.mapped), say: (event) => this.hear(event), rest: () => this.rest() });
     this.build();
@@ -35,7 +35,7 @@ export class Panel extends Asking {
     const { models, methods, rules } = this.catalogue;
     this.model = choice("Model", models, (name) => this.useModel(name));
     this.method = methodChoice(methods, (name) => this.change({ method: name, ...(this.takesTarget(name) ? {} : { target: null, against: null }) }));
-    this.rules = choice("Rules", [{ name: "", title: "default" }, ...rules.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
+    this.rules = choice("Rules", [{ name: "", title: this.catalogue.is_recommended ? "recommended" : "default" }, ...rules.map((name) => ({ name, title: name }))], (name) => this.change({ rules: name || null }));
     this.outputs = choice("Outputs", [{ name: "every", title: "every output" }, { name: "one", title: "the selected one" }], (value) => this.change({ every: value === "every" }));
     this.targets = targets((change) => this.pick(change));
     this.blocks = blockRange((change) => this.change({ ...change, heads: inRange(this.view.heads, change.blocks) }));

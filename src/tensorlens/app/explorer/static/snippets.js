@@ -11,6 +11,9 @@ const shell = (text) => (/^[\w.:,/@%+-]+$/.test(text) && !text.startsWith("-") ?
 // A piece of a character has no name that can be typed; its number serves.
 const named = ({ index, name }) => (index === null || isReadable(name) ? name : index);
 
+// Python and the command line begin with the paper's rules.
+const isOther = (rules) => Boolean(rules) && rules !== "paper";
+
 // Heads are counted from the first block of the range.
 function headsInRange(view) {
   const start = view.blocks?.[0] ?? 0;
@@ -18,7 +21,7 @@ function headsInRange(view) {
 }
 
 export function asPython(view) {
-  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}${view.rules ? `, rules=${literal(view.rules)}` : ""})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
+  const lines = ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}${isOther(view.rules) ? `, rules=${literal(view.rules)}` : ""})`, `T = lens(${literal(view.image ? "picture.png" : view.text)})`];
   if (view.blocks) lines.push(`T = T.blocks(${view.blocks.join(", ")})`);
   const heads = headsInRange(view).map(([block, list]) => `${block}: [${list.join(", ")}]`);
   if (heads.length) lines.push(`T = T.without_heads({${heads.join(", ")}})`);
@@ -31,7 +34,7 @@ export function asPython(view) {
 
 export function asCommand(view) {
   const options = ["--method", view.method];
-  if (view.rules) options.push("--rules", view.rules);
+  if (isOther(view.rules)) options.push("--rules", view.rules);
   if (!view.every && view.output !== null) options.push("--out-token", String(view.output));
   if (view.target) options.push("--target", String(named(view.target)));
   if (view.against) options.push("--against", String(named(view.against)));
