@@ -43,9 +43,6 @@ SHARE_OF_DENSE = 0.8
 BYTES_OF_SCALED = {"cuda": 2**29, "cpu": 2**25}
 """By device: scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
 
-BYTES_OF_INNER = {"cuda": 2**30, "cpu": 2**24}
-"""By device: what the feed-forward makes of the samples that go through a folded block at a time."""
-
 BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
 """By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
 

@@ -41,7 +41,6 @@ from tensorlens.models.chains import (
     Chain,
     find_chain,
     find_encoder,
-    is_in_list,
     leaving,
 )
 from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
@@ -262,9 +261,9 @@ def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
     """Where the blocks are: a list by its path if all that ran of it are blocks, others by their own."""
     own = {call.path for call in chain}
     for call in chain:
-        path = call.path.rpartition(".")[0]
+        path = evidence.list_of(call)
         beside = {other.path for other in evidence.calls if other.path.rpartition(".")[0] == path}
-        yield path if is_in_list(call, evidence) and beside <= own else call.path
+        yield call.path if path is None or not beside <= own else path
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from tensorlens.errors import AnatomyError
-from tensorlens.models.chains import Chain, is_in_list
+from tensorlens.models.chains import Chain
 from tensorlens.models.evidence import Evidence, ModuleCall
 
 
@@ -49,7 +49,8 @@ def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str
     for call in evidence.calls:
         is_like = type(call.module) in kinds and call.number not in own and call.taken and call.given
         if is_like and not call.gave & before and call.state.node not in behind:
-            found.append(call.path.rpartition(".")[0] if is_in_list(call, evidence) else call.path)
+            listed = evidence.list_of(call)
+            found.append(call.path if listed is None else listed)
     return tuple(dict.fromkeys(found))
 
 

@@ -73,7 +73,14 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
         done.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(done.with_name(f".{key}.lock")):
             if not done.is_dir():
-                _make(done.with_name(f".{key}.partial"), done, make)
+                work = done.with_name(f".{key}.partial")
+                shutil.rmtree(work, ignore_errors=True)  # left by a killed process; we hold the lock
+                work.mkdir()
+                try:
+                    make(work)
+                    work.rename(done)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
     except Exception as error:
         if isinstance(error, LoadError) or not (isinstance(error, OSError) or is_no_room(error)):
             raise
@@ -82,13 +89,3 @@ def convert_once(key: str, make: Callable[[Path], None]) -> Path:
             "Make room there, or choose another folder with the environment variable TENSORLENS_CACHE."
         ) from error
     return done
-
-
-def _make(work: Path, done: Path, make: Callable[[Path], None]) -> None:
-    shutil.rmtree(work, ignore_errors=True)  # what a killed process left is ours to remove: we hold the lock
-    work.mkdir()
-    try:
-        make(work)
-        work.rename(done)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -99,12 +99,6 @@ def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] |
     return None
 
 
-def is_in_list(call: ModuleCall, evidence: Evidence) -> bool:
-    """Whether a call's module stands in a list of modules."""
-    path, name = call.path.rpartition(".")[::2]
-    return bool(name) and isinstance(evidence.root.module.get_submodule(path), CONTAINERS)
-
-
 class _Part(NamedTuple):
     """A call, and the blocks it stands for: those in it if it is a stage, itself otherwise."""
 
@@ -126,7 +120,6 @@ class _Search:
 
     def __init__(self, evidence: Evidence, by_weights: bool) -> None:
         self.evidence, self.by_weights = evidence, by_weights
-        self.modules = dict(evidence.root.module.named_modules())
         self._sizes: dict[int, list[int]] = {}
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
@@ -175,12 +168,8 @@ class _Search:
         kinds = Counter(self._signature(block) for part in parts for block in part.blocks)
         large = [part for part in parts if part.is_stage or len(self._matrices(part.call.module)) > 1]
         sure = [part for part in large if part.is_stage or kinds[self._signature(part.call)] > 1]
-        lists = {self._list_of(part.call) for part in sure} - {None}
-        return [part for part in large if part in sure or self._list_of(part.call) in lists]
-
-    def _list_of(self, call: ModuleCall) -> str | None:
-        path = call.path.rpartition(".")[0]
-        return path if isinstance(self.modules.get(path), CONTAINERS) else None
+        lists = {self.evidence.list_of(part.call) for part in sure} - {None}
+        return [part for part in large if part in sure or self.evidence.list_of(part.call) in lists]
 
     def _series(self, parts: list[_Part]) -> list[_Part]:
         """The heaviest sequence of parts in which the state flows from each to the next."""
@@ -212,7 +201,7 @@ class _Search:
         """
         by_list: dict[str | None, list[int]] = {}
         for n, part in enumerate(series):
-            by_list.setdefault(None if part.is_stage else self._list_of(part.call), []).append(n)
+            by_list.setdefault(None if part.is_stage else self.evidence.list_of(part.call), []).append(n)
         sizes = {path: self._size([series[n].call for n in some]) for path, some in by_list.items()}
         largest = max(sizes, key=lambda path: sizes[path], default=None)
 

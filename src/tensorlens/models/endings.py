@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from tensorlens.models.chains import Chain, is_in_list, leaving
+from tensorlens.models.chains import Chain, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
 from tensorlens.models.module_calls import has_hooks
 
@@ -78,7 +78,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
         elif _is_norm(follower, state, evidence) and (_keeps_tokens(given, state) or _is_most(given, state)):
             if not heads or _goes_around(heads, follower, state, evidence):
                 end, state, heads = follower.path, given, []
-        elif not (_n_matrices(follower.module) and is_in_list(follower, evidence)) and _begins_head(follower, state):
+        elif _begins_head(follower, state, evidence):
             heads.append(follower)
     else:
         output = evidence.output
@@ -165,12 +165,11 @@ def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
     return is_conditional and any("norm" in type(part.module).__name__.lower() for part in reading)
 
 
-def _begins_head(call: ModuleCall, state: Seen) -> bool:
-    return bool(_n_matrices(call.module)) or not _is_like(call.given[0], state)
-
-
-def _n_matrices(module: nn.Module) -> int:
-    return sum(weight.dim() > 1 for weight in module.parameters())
+def _begins_head(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
+    """Whether a head begins: a module with weights that is not one more of a list, or one that gives no later state."""
+    if any(weight.dim() > 1 for weight in call.module.parameters()):
+        return evidence.list_of(call) is None
+    return not _is_like(call.given[0], state)
 
 
 def _last_linear(state: Seen, evidence: Evidence) -> ModuleCall | None:

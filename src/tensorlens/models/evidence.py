@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorlens.models.layouts import is_state, main_tensor
 from tensorlens.models.module_calls import Call
 from tensorlens.models.runner import own_errors, refuse_without_values, running
+from tensorlens.models.stacks import CONTAINERS
 from tensorlens.trees import map_tensors, tensors_in
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
@@ -156,6 +157,11 @@ class Evidence:
     def is_read(self, seen: Seen, call: ModuleCall) -> bool:
         """Whether a call takes something made of a tensor that was there before."""
         return any(self.reaches({seen.node}, taken.node, since=seen.node) for taken in call.taken)
+
+    def list_of(self, call: ModuleCall) -> str | None:
+        """The path of the list of modules in which a call's module stands, if it does."""
+        path, _, name = call.path.rpartition(".")
+        return path if name and isinstance(self.root.module.get_submodule(path), CONTAINERS) else None
 
     def roots(self, node: int) -> set[int]:
         """The nodes that were made from no other, from which `node` came: the inputs of the pass."""

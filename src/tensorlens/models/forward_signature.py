@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError
+from tensorlens.models.stacks import ask
 
 WHAT_IS_NEEDED = (
     "What is needed: blocks in a list of modules (`nn.ModuleList` or `nn.Sequential`), and a forward that takes "
@@ -149,7 +150,7 @@ def _positions_are_offset(model: nn.Module) -> bool:
 
 def vocabulary_size(model: nn.Module) -> int | None:
     """How many token ids there are: entries of the input embedding, or at most those of the largest embedding."""
-    named = _input_embedding(model)
+    named = ask(model, "get_input_embeddings")
     if named is not None:
         return getattr(named, "num_embeddings", None)
     return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
@@ -157,29 +158,18 @@ def vocabulary_size(model: nn.Module) -> int | None:
 
 def embedding_width(model: nn.Module) -> int | None:
     """How many channels the input embedding has."""
-    return getattr(_input_embedding(model), "embedding_dim", None)
-
-
-def _input_embedding(model: nn.Module) -> nn.Module | None:
-    try:
-        return model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None
+    return getattr(ask(model, "get_input_embeddings"), "embedding_dim", None)
 
 
 def begins_with_pixels(model: nn.Module) -> bool:
     """Whether the first weights of a model are those of a convolution over pictures."""
-    weighted = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
-    return isinstance(next((m for m in weighted if not _is_leafless(m)), None), nn.Conv2d)
-
-
-def _is_leafless(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None  # a class token or positions beside other modules
+    leaves = (module for module in model.modules() if next(module.children(), None) is None)  # no class token beside
+    return isinstance(next((m for m in leaves if next(m.parameters(), None) is not None), None), nn.Conv2d)
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model takes its inputs; weights that are off-loaded are on no device."""
-    for module in (_input_embedding(model), model):
+    for module in (ask(model, "get_input_embeddings"), model):
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):
             if getattr(part, "execution_device", None) is not None:

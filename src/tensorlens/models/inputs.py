@@ -169,7 +169,8 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     places = (
         tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
     )
-    return ModelInput(arguments=_id_arguments(torch.tensor(ids), model), kind="text", text=text, offsets=places)
+    arguments = id_arguments(_checked_ids(torch.tensor(ids), model), model)
+    return ModelInput(arguments=arguments, kind="text", text=text, offsets=places)
 
 
 def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
@@ -185,11 +186,12 @@ def _as_ids(values: Sequence[int]) -> Tensor:
 
 
 def _from_ids(ids: Tensor, model: nn.Module) -> ModelInput:
-    return ModelInput(arguments=_id_arguments(ids, model), kind="ids")
+    return ModelInput(arguments=id_arguments(_checked_ids(ids, model), model), kind="ids")
 
 
-def _id_arguments(ids: Tensor, model: nn.Module) -> dict[str, Any]:
-    name, ids = ids_parameter(model), _checked_ids(ids, model)
+def id_arguments(ids: Tensor, model: nn.Module) -> dict[str, Any]:
+    """Token ids (1, token) as a model's forward takes them."""
+    name = ids_parameter(model)
     return {name: {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if takes_mapping(model) else ids}
 
 

@@ -21,13 +21,11 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.models.forward_signature import (
     device_of,
     forward_parameters,
-    ids_parameter,
     max_tokens,
-    takes_mapping,
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.inputs import ModelInput, drop_padding, make_input, tokenizer_of
+from tensorlens.models.inputs import ModelInput, drop_padding, id_arguments, make_input, tokenizer_of
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------
@@ -103,18 +101,15 @@ def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, Mode
         for i, row in rows.items()
         if 0 < len(row.ids) <= (limit or len(row.ids)) and min(row.ids) >= 0 and max(row.ids) < (vocabulary or math.inf)
     }
-    try:
-        name, in_mapping = ids_parameter(model), takes_mapping(model)
-    except InputError:  # it takes no ids; said of each row
-        return {}
     flat = torch.tensor([i for row in fits.values() for i in row.ids], dtype=torch.long).to(device_of(model))
     found = {}
     for (i, row), ids in zip(fits.items(), flat[None].split([len(row.ids) for row in fits.values()], 1), strict=True):
-        argument = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if in_mapping else ids
+        try:
+            arguments = id_arguments(ids, model)
+        except InputError:  # it takes no ids; said of each row
+            return {}
         kind = "ids" if row.text is None else "text"
-        found[i] = ModelInput(
-            arguments={name: argument}, kind=kind, text=row.text, offsets=row.offsets, ids=tuple(row.ids)
-        )
+        found[i] = ModelInput(arguments=arguments, kind=kind, text=row.text, offsets=row.offsets, ids=tuple(row.ids))
     return found
 
 
