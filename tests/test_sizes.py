@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import tensorlens as tl
 from tensorlens.app.cli import app
-from tensorlens.sizes import costs_of, sizes_of
+from tensorlens.sizes import costs_of, size
 
 TINY = dict(hidden_size=16, intermediate_size=24, num_attention_heads=4, vocab_size=60, max_position_embeddings=40)
 
@@ -19,7 +19,7 @@ def llama(n_blocks: int) -> hf.LlamaConfig:
 
 
 def test_memory_of_all_blocks_follows_from_a_few():
-    found = sizes_of(llama(7), name="tiny", n_tokens=9, device="cpu")
+    found = size(llama(7), n_tokens=9, device="cpu")
     whole = costs_of(llama(7), torch.float32, torch.device("cpu"), 9)
     predicted = {cost.work: cost.n_bytes for cost in found.costs}
     for cost in whole:
@@ -41,7 +41,7 @@ def test_kinds_of_blocks_are_tried_in_their_proportions():
         layer_types=kinds,
         architectures=["Gemma3ForCausalLM"],
     )
-    found = sizes_of(config, name="tiny gemma", n_tokens=9, device="cpu", dtype="float64")
+    found = size(config, n_tokens=9, device="cpu", dtype="float64")
     whole = {c.work: c.n_bytes for c in costs_of(config, torch.float64, torch.device("cpu"), 9)}
     assert found.costs[1].n_bytes == pytest.approx(whole[found.costs[1].work], rel=0.05)
 
@@ -56,4 +56,4 @@ def test_the_command_prints_every_work(tmp_path):
 
 def test_a_config_without_tokens_is_refused():
     with pytest.raises(tl.InputError, match="config of a text model"):
-        sizes_of(hf.ViTConfig(), name="vit")
+        size(hf.ViTConfig())

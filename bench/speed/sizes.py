@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import transformers as hf
 
-from tensorlens.sizes import costs_of, sizes_of
+from tensorlens.sizes import costs_of, size
 
 SHAPES = {
     "BERT-base, 128 tokens, float32": (hf.BertConfig(architectures=["BertForMaskedLM"]), "float32", 128),
@@ -36,7 +36,7 @@ def main() -> None:
     device = torch.device("cuda")
     rows = []
     for name, (config, dtype, n_tokens) in SHAPES.items():
-        predicted = sizes_of(config, name=name, n_tokens=n_tokens, device="cuda", dtype=dtype, slices=n_tokens < 1000)
+        predicted = size(config, n_tokens=n_tokens, device="cuda", dtype=dtype, slices=n_tokens < 1000)
         measured = costs_of(config, getattr(torch, dtype), device, n_tokens, slices=n_tokens < 1000)
         for guess, found in zip(predicted.costs, measured, strict=True):
             memory = guess.n_bytes / max(1, found.n_bytes) if guess.n_bytes and found.n_bytes else float("nan")

@@ -75,50 +75,29 @@ class Sizes(NamedTuple):
 
 
 def size(
-    model: str,
+    model: Any,
     *,
-    n_tokens: int = 128,
-    device: str | None = None,
-    dtype: str | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-) -> Sizes:
-    """Memory and time of the usual works, from a model's config alone.
-
-    Args:
-        model: A folder or hub id whose config can be read, or a bundled model.
-        n_tokens: Tokens of the input.
-        device: Where to try it; the accelerator if there is one.
-        dtype: Type of the weights; float32 if None.
-        trust_remote_code: Whether code that comes with the model may run.
-        revision: Which state of the model, as for `load`.
-    """
-    config = read_config(model, trust_remote_code=trust_remote_code, revision=revision)
-    return sizes_of(config, name=str(model), n_tokens=n_tokens, device=device, dtype=dtype)
-
-
-def sizes_of(
-    config: Any,
-    *,
-    name: str,
     n_tokens: int = 128,
     device: str | None = None,
     dtype: str | None = None,
     slices: bool = True,
+    **reading: Any,
 ) -> Sizes:
-    """The same for a config of transformers.
+    """Memory and time of the usual works, from a model's config alone.
 
     Args:
-        config: The config of a text model.
-        name: What to call it.
+        model: A folder or hub id whose config can be read, a bundled model, or a config of transformers.
         n_tokens: Tokens of the input.
-        device: Where to try it.
-        dtype: Type of the weights.
+        device: Where to try it; the accelerator if there is one.
+        dtype: Type of the weights; float32 if None.
         slices: Whether to try slices and norms, which take as many pulls as there are channels.
+        **reading: `trust_remote_code` and `revision`, as for `load`.
 
     Raises:
         InputError: The model does not take token ids, or has no number of blocks.
     """
+    config = read_config(model, **reading) if isinstance(model, str) else model
+    name = model if isinstance(model, str) else type(model).__name__
     n_tokens = check_whole(n_tokens, "n_tokens", 2)
     kind = getattr(torch, dtype or "float32")
     where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
@@ -141,7 +120,7 @@ def _few(config: Any, n_blocks: int) -> tuple[int, int]:
     """Two numbers of blocks that hold every kind of block in the same proportions."""
     kinds = list(getattr(config, "layer_types", None) or [])
     period = next((p for p in range(1, 9) if len(kinds) > p and kinds[: 2 * p] == kinds[:p] * 2), 1)
-    return min(period, n_blocks), min(3 * period, n_blocks)
+    return min(2 * period, n_blocks), min(6 * period, n_blocks)
 
 
 def _with_blocks(config: Any, n_blocks: int) -> Any:

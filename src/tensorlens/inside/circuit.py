@@ -258,15 +258,13 @@ class Circuit:
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
         flat = self._flat
-        best = flat.abs().topk(min(k, len(flat))).indices.tolist()
-        if self.unit == "nodes":
-            yield table(
-                ("node", "score"), [(str(self.writers[i]), f"{float(flat[i]):+.4g}") for i in best], numbers=(1,)
-            )
-            return
         r, b = self.is_wired.nonzero(as_tuple=True)
-        rows = [(str(self.writers[int(b[i])]), str(self.readers[int(r[i])]), f"{float(flat[i]):+.4g}") for i in best]
-        yield table(("from", "to", "score"), rows, numbers=(2,))
+        rows = list[tuple[str, ...]]()
+        for i in flat.abs().topk(min(k, len(flat))).indices.tolist():
+            ends = [self.writers[i]] if self.unit == "nodes" else [self.writers[int(b[i])], self.readers[int(r[i])]]
+            rows.append((*map(str, ends), f"{float(flat[i]):+.4g}"))
+        columns = ("node", "score") if self.unit == "nodes" else ("from", "to", "score")
+        yield table(columns, rows, numbers=(len(columns) - 1,))
 
 
 def judged(pair: InputPair, edges: Tensor) -> list[float]:
@@ -393,7 +391,7 @@ def _integrated(
     with torch.no_grad():
         end, start = (embedding(one["input_ids"]) for one in (clean, corrupted))
     rules = Rules.jacobian(include_final_norm=wiring.run.recording.rules.include_final_norm)
-    at = replace_rules(specimen, rules)
+    at = type(specimen)(specimen.model, specimen.processor, rules, specimen.blocks, specimen.name)
     rest = {name: value for name, value in clean.items() if name != "input_ids"}
     read = written = torch.zeros(())
     for k in range(1, steps + 1):
@@ -403,8 +401,3 @@ def _integrated(
         more = CircuitWiring(run).cotangents(run)
         read, written = read.to(more[0]) + more[0] / steps, written.to(more[1]) + more[1] / steps
     return read, written
-
-
-def replace_rules(specimen: Any, rules: Rules) -> Any:
-    """The same model under other rules."""
-    return type(specimen)(specimen.model, specimen.processor, rules, specimen.blocks, specimen.name)

@@ -89,19 +89,15 @@ class _Kept:
                 if module._buffers.get(name) is not buffer:
                     module._buffers[name] = buffer
         for value, held in self._containers:
-            if len(value) != len(held) or not _is_same(value, held):
+            is_same = len(value) == len(held) and all(map(operator.is_, value, held))
+            if isinstance(value, dict) and is_same:
+                is_same = all(map(operator.is_, value.values(), held.values()))
+            if not is_same:
                 value.clear()
                 (value.extend if isinstance(value, list) else value.update)(held)
         for value, version, copied in self._copies:
             if value._version != version:
                 value.copy_(copied)
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    """Whether a list, dictionary or set still has the same objects in it."""
-    if isinstance(value, dict):
-        value, before = [*value, *value.values()], [*before, *before.values()]
-    return all(map(operator.is_, value, before))
 
 
 @contextmanager

@@ -102,17 +102,17 @@ class Capture:
 def capture(recording: Recording, generator: torch.Generator) -> Capture:
     """Compare the operator under the Jacobian's rules with finite differences of the model itself."""
     found, doubtful = Capture(), list(range(recording.n_blocks))
-    recording.from_model("The law of capture")
+    origin = recording.from_model("The law of capture")
     with tf32(False):
-        short = None if recording.states[0].dtype in HALF else _of_jacobian(recording)
+        short = None if recording.states[0].dtype in HALF else _of_jacobian(recording, origin)
         best: dict[int, float] = {}
         if short is not None:
             found.note(short)
             best, whole = _of_model(short, generator)
             doubtful = [n for n in doubtful if not best.get(n, float("inf")) <= tolerances.CAPTURE]
             found.whole = whole if doubtful else None
-        kinds = _kinds(recording) if recording.states[0].dtype in HALF else [[n] for n in doubtful]
-        calls = _calls(recording, 1 + max(kind[0] for kind in kinds)) if kinds else []
+        kinds = _kinds(recording, origin) if recording.states[0].dtype in HALF else [[n] for n in doubtful]
+        calls = _calls(recording, origin, 1 + max(kind[0] for kind in kinds)) if kinds else []
         for kind in kinds:
             gap = _of_block(*calls[kind[0]], generator, found) if kind[0] < len(calls) else None
             gap = best.get(kind[0]) if gap is None else gap
@@ -127,12 +127,11 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
 # The whole model ------------------------------------------------------------------------------------------------------
 
 
-def _of_jacobian(recording: Recording) -> Recording | None:
+def _of_jacobian(recording: Recording, origin: Origin) -> Recording | None:
     """The first tokens recorded under the Jacobian's rules, all of them where the input cannot be cut.
 
     None if something that other rule sets hold has no derivative.
     """
-    origin = recording.from_model("The law of capture")
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     for inputs in (beginning(origin.inputs, MOST_TOKENS), origin.inputs):
         try:
@@ -168,8 +167,14 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
 
     None where X⁰ cannot be given to the model: the place that makes it was not seen, or there are two of them.
     """
-    origin = short.from_model("The law of capture")
-    if origin.birth is None or short.starts_at_embedding or short.n_encoder_blocks or _is_half(short.program):
+    origin = short.origin
+    if (
+        origin is None
+        or origin.birth is None
+        or short.starts_at_embedding
+        or short.n_encoder_blocks
+        or _is_half(short.program)
+    ):
         return {}, None
     pieces, x = short.pieces(Span(0, short.n_blocks)).programs, short.states[0]
     v = _direction(x, generator)
@@ -226,9 +231,8 @@ def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tens
 # One block ------------------------------------------------------------------------------------------------------------
 
 
-def _kinds(recording: Recording) -> list[list[int]]:
+def _kinds(recording: Recording, origin: Origin) -> list[list[int]]:
     """Blocks that take the same steps in the same modules, one after the other, whatever their own numbers are."""
-    origin = recording.from_model("The law of capture")
     taken: dict[int, list[Any]] = {call.n: [type(call.module)] for call in origin.calls}
     prefixes, without_numbers = [len(call.path) for call in origin.calls], cache(partial(re.sub, r"\d+", "#"))
     for step in recording.program.steps:
@@ -242,12 +246,11 @@ def _kinds(recording: Recording) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _calls(recording: Recording, n_blocks: int) -> list[tuple[BlockCall, Tensor]]:
+def _calls(recording: Recording, origin: Origin, n_blocks: int) -> list[tuple[BlockCall, Tensor]]:
     """How the first blocks are called on the first tokens of the input, and their states.
 
     By a plain pass that ends with the last of them, if the input has more tokens.
     """
-    origin = recording.from_model("The law of capture")
     own = [(call, _own_part(recording, call.n, recording.states[call.n])) for call in origin.calls]
     inputs = beginning(origin.inputs, MOST_TOKENS)
     if inputs is None:

@@ -107,7 +107,7 @@ class LawEvidence:
     def _state(self, values: dict[int, Tensor], n: int) -> Tensor | None:
         """State n of a walk; None where no later step reads it."""
         slots = self.recording.slots[n]
-        if not all(slot in values for slot in slots):
+        if not values.keys() >= set(slots):
             return None
         return self.recording._joined(tuple([values[slot] for slot in slots]))[self.operator.sample]
 

@@ -23,6 +23,9 @@ class Held(msgspec.Struct, frozen=True, gc=False):
     index: int
 
 
+NOT_PLAIN = frozenset([Slot, Held, tuple, list])
+"""Types in an argument of several parts that make it more than plain values."""
+
 Axes: TypeAlias = tuple[int, ...]
 """Numbers of axes, or sizes along them."""
 

@@ -271,7 +271,7 @@ OPERATIONS: dict[str, Operation] = {
     "sum": Operation(torch.sum, _spread),
     "mean": Operation(torch.mean, _mean_back),
     "cumsum": Operation(torch.cumsum, lambda u, x, axis: u.flip(axis).cumsum(axis).flip(axis)),
-    "add": Operation(operator.add, lambda u, a, b: _live((u, a), (u, b)), joint=(0, 1)),
+    "add": Operation(operator.add, lambda u, a, b: (u, u) if type(a) is Spec and type(b) is Spec else u, joint=(0, 1)),
     "sub": Operation(operator.sub, lambda u, a, b: u if type(b) is not Spec else _live((u, a), (-u, b)), joint=(0, 1)),
     "mul": Operation(operator.mul, lambda u, a, b: u * (b if type(a) is Spec else a), joint=()),
     "gain": Operation(_gain, lambda u, x, factor: u * factor),

@@ -6,11 +6,11 @@ backwards by the transposes of its steps it is $T^\top$, with nothing kept on th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from html import escape
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,27 @@ import tensorlens.program.composite  # noqa: F401  (registers its operations)
 import tensorlens.program.derivative_step  # noqa: F401
 from tensorlens.errors import AnatomyError
 from tensorlens.program.constants import Constants
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped
+from tensorlens.program.nodes import NOT_PLAIN, Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.program.operations import OPERATIONS, fit
 from tensorlens.program.printed import printed
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def without_gradients(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As `torch.no_grad` does, which takes longer than a short program."""
+
+    @wraps(function)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return called
 
 
 class SideChannelError(AnatomyError):
@@ -170,7 +188,7 @@ class Program:
         """The affine function at values of the inputs."""
         return self.run_each([values])[0]
 
-    @torch.no_grad()
+    @without_gradients
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`run` for several inputs, all through one block before the next, whose constants are fetched once."""
         every, kept = [dict(zip(self.inputs, given, strict=True)) for given in several], set(self.outputs)
@@ -179,7 +197,7 @@ class Program:
                 self._forwards(values, places, kept)
         return [tuple([values[slot] for slot in self.outputs]) for values in every]
 
-    @torch.no_grad()
+    @without_gradients
     def observe(self, values: Sequence[Tensor], slots: Collection[int]) -> dict[int, Tensor]:
         """The values of some slots in a run."""
         found = dict(zip(self.inputs, values, strict=True))
@@ -197,8 +215,10 @@ class Program:
                     args.append(values[arg.index])
                 elif kind is Held:
                     args.append(tensors[arg.index])
+                elif (kind is tuple or kind is list) and not NOT_PLAIN.isdisjoint(map(type, arg)):
+                    args.append(filled(arg, values, tensors))
                 else:
-                    args.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
+                    args.append(arg)
             values[step.out] = OPERATIONS[step.operation].run(*args, **step.options)
             for slot in last[n]:
                 if slot not in kept:
@@ -239,7 +259,7 @@ class Program:
         """Tᵀu: cotangents of the outputs to cotangents of the inputs, step by step, memory freed as it goes."""
         return self.pull_each([cotangents])[0]
 
-    @torch.no_grad()
+    @without_gradients
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """`pull` for several cotangents, all through one block before the next, whose constants are fetched once."""
         every = list[dict[int, Tensor]]()
@@ -256,7 +276,7 @@ class Program:
             tuple([waiting[slot] if slot in waiting else self._zero(slot) for slot in self.inputs]) for waiting in every
         ]
 
-    @torch.no_grad()
+    @without_gradients
     def cotangents(
         self,
         starts: Mapping[int, Tensor],
@@ -313,8 +333,10 @@ def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> A
             given.append(values[arg.index])
         elif kind is Held:
             given.append(tensors[arg.index])
+        elif (kind is tuple or kind is list) and not NOT_PLAIN.isdisjoint(map(type, arg)):
+            given.append(filled(arg, values, tensors))
         else:
-            given.append(filled(arg, values, tensors) if kind is tuple or kind is list else arg)
+            given.append(arg)
     return given if type(args) is list else tuple(given)
 
 

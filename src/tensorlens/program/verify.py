@@ -6,10 +6,8 @@ knows, its live arguments stand where the table allows them, and it reads only w
 
 from __future__ import annotations
 
-from typing import Any
-
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Slot, Step, leaves, words
+from tensorlens.program.nodes import NOT_PLAIN, Slot, Step, leaves, words
 from tensorlens.program.program import Program
 
 TOGETHER = {
@@ -67,9 +65,9 @@ def verify(program: Program) -> None:
     Raises:
         NotLinearError: says which step is not, and in which module.
     """
-    written = set(program.inputs)
+    written, n_constants = set(program.inputs), len(program.constants)
     for step in program.steps:
-        fault = fault_of(step, written, len(program.constants))
+        fault = fault_of(step, written, n_constants)
         if fault is not None:
             raise NotLinearError(
                 f"Step {step.out} of the program, `{step.operation}` in `{step.module or 'the model'}`, {fault}. "
@@ -89,7 +87,9 @@ def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
     if not n_live and step.operation != "constant":
         return "takes nothing live"
     for place, value in enumerate(step.args):
-        if place not in allowed and (type(value) is Slot or type(value) in (tuple, list) and _is_live(value)):
+        kind = type(value)
+        is_plain = kind is not Slot and (kind not in (tuple, list) or NOT_PLAIN.isdisjoint(map(type, value)))
+        if place not in allowed and not is_plain and Slot in map(type, leaves(value)):
             return f"is not linear in its argument {place}"
     if n_live > 1 and step.operation in EITHER:
         return "multiplies two live values"
@@ -100,7 +100,3 @@ def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
     if not written.issuperset(step.slots):
         return "reads a value that no step before it wrote"
     return "reads a constant that is not there" if max(step.held, default=-1) >= n_constants else None
-
-
-def _is_live(value: Any) -> bool:
-    return Slot in map(type, leaves(value))
