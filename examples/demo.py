@@ -26,7 +26,7 @@ def main() -> None:
     console.print("Is it right? The certificate …", style="dim")
     T = e.tensor
     size = f"{T.n_tokens} tokens × {T.n_channels} channels, {T.n_blocks} blocks"
-    print_certificate(e.certificate(), f"The operator T: {size}", console)
+    print_certificate(e.certificate(), f"The operator T: {size}")
 
     command = Path(sys.executable).with_name("tensorlens")
     command = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command

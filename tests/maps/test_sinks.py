@@ -41,7 +41,7 @@ CAUSAL = [[1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [4.0, 1.0, -2.0]]
         ([[1.0, 0.0, 0.0], [5.0, 1.0, 0.0], [1.0, 3.0, -2.0]], {}, ()),
         (SINK, {"causal": True, "set_aside": []}, ()),
         (SINK, {"set_aside": [2, 99, "x", True]}, (2,)),
-        (SINK, {"causal": True, "grid": {"rows": 1, "columns": 3, "first": 1}}, (0,)),  # a class token
+        (SINK, {"causal": True, "grid": {"rows": 1, "columns": 3, "first": 1}}, ()),  # a picture: beside it, see views
         ([[float("nan"), 1.0, 2.0]], {"causal": True}, ()),
         (SINK, {"causal": True, "grouped": "sentences"}, ()),
         ([], {"causal": True}, ()),

@@ -148,5 +148,7 @@ def _facts(samples: list[Any], path: Path) -> tuple[tuple[Fact, ...], list[Probl
 def _problem(path: Path, place: str, error: Exception, *, is_fatal: bool) -> Problem:
     """What msgspec says, which ends with where: ``- at `$.samples` ``."""
     message, _, where = str(error).partition(" - at `$")
+    for regex, words in ((r"'\\S'", "a visible character"), (r"'\\{\\}'", "`{}` in the subject's place")):
+        message = message.replace(f"matching regex {regex}", f"with {words}")
     place = (place + where.removesuffix("`")).removeprefix(".") or "the file"
     return Problem(path=str(path), place=place, message=message, is_fatal=is_fatal)
