@@ -19,10 +19,11 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens import surface
-from tensorlens.app import cli, map_command, options, printing
+from tensorlens.app import cli, map_command, options, printing, similar_command
 from tensorlens.app.method_names import METHOD_NAMES
 from tensorlens.maps.targets import Classes, read_target
 from tensorlens.models import loading
+from tensorlens.pairs import pooling
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import percent
 from tensorlens.views.labels import visible
@@ -140,6 +141,7 @@ def test_help_fits_a_terminal_of_eighty_columns():
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert sorted(tl.METHODS) == sorted(METHOD_NAMES)
     assert set(options.DTYPES) == {*loading._DTYPES, "auto"}
+    assert similar_command.POOLINGS == pooling.POOLINGS
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():

@@ -13,7 +13,7 @@ from tensorlens.app.printing import print_json, save, stage, teller
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".safetensors")
 GROUPS = ("tokens", "words", "sentences", "lines")
-POOLINGS = ("mean", "cls", "last", "max", "late")
+POOLINGS = ("mean", "cls", "last", "max", "attention", "late")
 MEASURES = ("cosine", "dot")
 
 

@@ -104,7 +104,8 @@ class Circuit:
     def __repr__(self) -> str:
         """One line: how many of how many."""
         chosen = "" if self.kept is None else f"{self.n_kept} of "
-        return f"Circuit({chosen}{self.size} {self.unit} on {self.target!r}, {len(self.pairs)} pairs)"
+        pairs = "1 pair" if len(self.pairs) == 1 else f"{len(self.pairs)} pairs"
+        return f"Circuit({chosen}{self.size} {self.unit} on {self.target!r}, {pairs})"
 
     # Selection --------------------------------------------------------------------------------------------------------
 

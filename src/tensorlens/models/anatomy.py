@@ -50,7 +50,7 @@ from tensorlens.models.module_calls import module_tree, own_methods
 from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 VOCABULARY_SHARE = 0.9
-"""Channels per token of the vocabulary from which a tensor is taken for logits: an embedding may be padded."""
+"""With this many channels per token of the vocabulary a tensor counts as logits: an embedding may be padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +72,16 @@ class Anatomy:
         readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
             returns them itself.
         channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
-            told.
-        state_place: Which of the floating-point tensors that a block returns is the state.
-        entry_place: Which of the floating-point tensors that a block takes is the state.
-        starts_early: Whether $X^0$ is what `embedding` gives, because the first block takes only a part of it.
-        around: Paths of modules with weights that bring something of the input to $X^N$ around $X^0$; see `around`.
+            shows it.
+        state_place: Index of the state among the floating-point tensors that a block returns.
+        entry_place: Index of the state among the floating-point tensors that a block takes.
+        starts_early: Whether $X^0$ is the output of `embedding`, because the first block takes only a part of it.
+        around: Paths of modules with weights through which the input reaches $X^N$ without passing $X^0$; see `around`.
         asked: The path of the blocks as the user gave it, if they did.
-        n_alike: How many calls of modules like the blocks were seen in all, none of them part of a block; None if that
-            was not seen. An input that makes other calls has another anatomy.
-        by_methods: Whether the blocks are run by methods of theirs and not called.
-        beside: Where blocks like these ran side by side with them; their own path, if it was they that ran again.
+        n_alike: Number of calls of modules like the blocks that are not part of a block; None if unknown. An input that
+            makes other calls has another anatomy.
+        by_methods: Whether the blocks are run by their methods instead of being called.
+        beside: Paths of similar blocks that ran beside them; their own path if they themselves ran again.
     """
 
     model: nn.Module
@@ -107,7 +107,7 @@ class Anatomy:
 
     @property
     def runs_again(self) -> bool:
-        """Whether the blocks run again after the last of them, on something else."""
+        """Whether the blocks run once more after the last one, on something else."""
         return any(path in self.stack.split(", ") for path in self.beside)
 
     @property
@@ -121,13 +121,13 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
     """Find the blocks of a model, where its body ends, and its head.
 
     Types that say where their encoder, decoder and head are (as in transformers) are believed, if
-    those parts ran. In all others the blocks are similar calls that follow each other, that one state flows
-    through and that hold most of the weights. Without evidence the largest list of modules is taken.
+    those parts ran. In all other models the blocks are similar consecutive calls that one state flows through and that
+    hold most of the weights. Without evidence the largest list of modules is taken.
 
     Args:
         model: Any model.
         evidence: What was seen of a pass; see `watch`.
-        blocks: Path of the list of blocks, or several paths with commas between them, where the guess is wrong.
+        blocks: Path of the list of blocks, or several paths separated by commas, if the guess is wrong.
     """
     model = _inside_compiled(model)
     tree = _by_tree(model, blocks)
@@ -165,7 +165,7 @@ class Anatomies:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
         self.seen: Evidence | None = None
-        """The plain pass of the last input that was new, until somebody has compared it with its recording."""
+        """The plain pass of the last new input, until it has been compared with its recording."""
         self.settled: int | None = None
         """The block at which the first position no longer depends on its token, once it was measured."""
 
@@ -177,7 +177,7 @@ class Anatomies:
         return self._known[key]
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
-        """A recording has shown more than a plain pass did."""
+        """Keep what a recording has shown beyond the plain pass."""
         self._known[self._modules(), kind_of_input(arguments)] = found
 
     def _modules(self) -> tuple[Any, ...]:
@@ -196,7 +196,7 @@ class Anatomies:
 
 
 def kind_of_input(arguments: Mapping[str, Any]) -> Any:
-    """What an anatomy depends on in an input: its names, types, axes and which of them are single."""
+    """What an anatomy depends on in an input: names, types, axes, and which axes have length one."""
     return frozenset((keystr(path), _kind(leaf)) for path, leaf in tree_leaves_with_path(dict(arguments)))
 
 
@@ -258,7 +258,7 @@ def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
 
 
 def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
-    """Where the blocks are: a list by its path if all that ran of it are blocks, others by their own."""
+    """Paths of the blocks: that of a list if all its modules that ran are blocks, else each block's own."""
     own = {call.path for call in chain}
     for call in chain:
         path = evidence.list_of(call)
@@ -327,8 +327,8 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
 
 
 def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> nn.Linear | None:
-    """The layer from states to logits of a vocabulary, if all that becomes of the state goes through its weights."""
-    # One that never ran is none: some heads read its weight, joined to another, and make the logits themselves.
+    """The layer from states to logits of a vocabulary, if everything computed from the state goes through it."""
+    # A layer that never ran does not count: some heads join its weight to another and compute the logits.
     named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
     linear = ending.head_linear
     found = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
@@ -362,8 +362,8 @@ def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module
 def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | None:
     """The outermost module around the blocks that the head is not part of, for types that name their parts.
 
-    None where the model does not say: one module may do everything and return logits, or call its body by another name
-    than it promises. Then what follows the blocks shows where the body ends.
+    None if the model does not say: one module may do everything and return logits, or its body may have a different
+    name than promised. The calls after the blocks then show where the body ends.
     """
     if not _is_known_type(anatomy.model):
         return None
@@ -440,7 +440,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
 
 
 def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
-    """Refuse a last state that the last block only passed on, beside another that it made."""
+    """Refuse a last state that the last block only passes on, beside one that it computes."""
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(
@@ -461,7 +461,7 @@ def _nothing_repeats(model: nn.Module) -> AnatomyError:
 
 
 def never_ran(model: nn.Module, stack: str) -> AnatomyError:
-    """This input goes past the blocks."""
+    """This input does not go through the blocks."""
     return AnatomyError(
         f"The blocks in `{stack}` of `{type(model).__name__}` never ran on this input. Expected the forward "
         f"pass to call them, without returning a cached result; pass the path of the right list as `blocks=`."
@@ -469,7 +469,7 @@ def never_ran(model: nn.Module, stack: str) -> AnatomyError:
 
 
 def _not_seen(model: nn.Module, ran: ModuleCall) -> AnatomyError:
-    """A block takes or gives something in which no state can be seen."""
+    """A block takes or returns something in which no state can be found."""
     return AnatomyError(
         f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to {'leave' if ran.taken else 'enter'} "
         "it: expected a tensor of floats with tokens and channels, on its own or in a tuple, a list, a dictionary or a "

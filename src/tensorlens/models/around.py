@@ -1,6 +1,6 @@
 """What goes beside the one state from X⁰ to X^N.
 
-A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are no
+A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are not
 functions of X⁰: the operator holds them, in B and in the factors. That is exact, but it must be reported.
 """
 
@@ -15,7 +15,7 @@ from tensorlens.models.evidence import Evidence, ModuleCall
 
 
 def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Evidence) -> tuple[str, ...]:
-    """Paths of the modules with weights that bring something of the input to the end of the model around X⁰.
+    """Paths of the modules with weights through which the input reaches the model's end without passing X⁰.
 
     Args:
         chain: The blocks.
@@ -39,7 +39,7 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
 def stacks_beside(chain: Chain, encoder: Chain, evidence: Evidence) -> tuple[str, ...]:
     """Paths of blocks like these that ran beside them: a second tower, or the same blocks on another input.
 
-    Those that lead to X⁰, or follow from a block, belong to what is before or behind.
+    Those that lead to X⁰ or depend on a block belong to the parts before or after the blocks.
     """
     own = {one.number for call in (*chain, *encoder) for one in (*call.walk(), *call.holders())}
     kinds = {type(call.module) for call in chain}
@@ -66,10 +66,10 @@ def said_of(stack: str, beside: tuple[str, ...]) -> str:
 
 
 def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> ModuleCall | None:
-    """The last call before the blocks that gives all of the state, where the first block itself takes only a part.
+    """The last call before the blocks that returns all of the state, if the first block takes only a part of it.
 
-    Such as the embedding, where attention takes its norm and the residual is added outside of all modules that repeat.
-    None where the first block takes all there is, or no call gives it.
+    An example is the embedding, if attention takes its norm and the residual is added outside of all repeated modules.
+    None if the first block takes the whole state, or no call returns it.
     """
     first, targets = chain[0].state, list(ends)
     behind = evidence.before({first.node}) & evidence.after(range(evidence.n_inputs))

@@ -1,4 +1,4 @@
-"""The chain of blocks in what ran: calls alike, one after the other, through which one state flows.
+"""The chain of blocks in what ran: similar calls, one after the other, through which one state flows.
 
 `find_chain` works from the inside out. Its steps, of which `_Search._parts` takes 2 to 5 in every call that has parts:
 
@@ -6,7 +6,7 @@
    each of them hands to the next.
 2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with the state going through them and not
    around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
-3. *What repeats* (`_repeated`): stages, calls that have their like beside them, and what stands in one list with those.
+3. *What repeats* (`_repeated`): stages, calls with a similar call beside them, and modules in the same list as those.
 4. *A series* (`_series`): the heaviest sequence of these in which the state flows from each to the next.
 5. *Strike out* (`_lonely`, `_between`): members whose like is not in the series, adapters between the blocks. Then 4
    again, until there is nothing to strike out.
@@ -69,13 +69,13 @@ def put_states_first(evidence: Evidence) -> None:
 
 
 def _passes_on(a: ModuleCall, b: ModuleCall, place: int, evidence: Evidence) -> bool:
-    """Whether b takes there what a made; a mask that a took and gave on as it was is nothing of its making."""
+    """Whether b takes there what a computed; a mask that a only passed on does not count."""
     made = a.gave - {seen.node for seen in a.taken}
     return evidence.reaches(made, b.taken[place].node, since=a.start)
 
 
 def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> int:
-    """Which of the tensors that a block gives is the state: the one that the next block takes, or most like its own."""
+    """Index of the state among a block's outputs: the one that the next block takes, or most like its own."""
     if after is not None:
         for is_it in (
             lambda seen: evidence.is_same(seen.node, after.state.node),
@@ -150,9 +150,9 @@ class _Search:
         return inner if is_stage else [kid]
 
     def _joins(self, chain: Chain) -> bool:
-        """Whether members take, beside what the one before gave, something else made of it: gates of a block do.
+        """Whether members take, besides the output of the one before, something else computed from it.
 
-        So do first blocks of stages, whose stage made it: those are parts of two modules.
+        Gates of a block do. So do first blocks of stages, but their stage computed it: they are parts of two modules.
         """
         evidence = self.evidence
         return any(
@@ -164,7 +164,7 @@ class _Search:
         )
 
     def _repeated(self, parts: list[_Part]) -> list[_Part]:
-        """Parts that are stages, calls that have their like beside them, and what stands with either in one list."""
+        """Stages, calls with a similar call beside them, and parts in the same list as either."""
         kinds = Counter(self._signature(block) for part in parts for block in part.blocks)
         large = [part for part in parts if part.is_stage or len(self._matrices(part.call.module)) > 1]
         sure = [part for part in large if part.is_stage or kinds[self._signature(part.call)] > 1]
@@ -184,7 +184,7 @@ class _Search:
         return max(best, key=lambda found: found[0], default=(0, []))[1]
 
     def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
-        """Parts of a series that have their like beside them, but not in it: they share an input."""
+        """Parts of a series whose similar calls are beside them but not in it: they share an input."""
         kinds, of_all = (
             Counter(self._signature(part.call) for part in some if not part.is_stage) for some in (series, everything)
         )
@@ -226,7 +226,7 @@ class _Search:
         return bool(inner) and all(map(is_passed_by, inner))
 
     def _flows(self, a: _Part, b: _Part, others: Sequence[_Part] = ()) -> bool:
-        """Whether what one part gave reaches the state of another, and not only through what others gave."""
+        """Whether the output of one part reaches the state of another, and not only through other parts."""
         last, first = a.blocks[-1], b.blocks[0]
         sources = last.gave
         past = {
@@ -237,8 +237,8 @@ class _Search:
     def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
         """Whether the state of a stage goes through one of its parts at least, and not around all of them.
 
-        By its parts, not by the blocks in them: around attention and a feed-forward goes a residual each, and their
-        layers may be modules alike, of several weights (LoRA), through which all goes.
+        By its parts, not by the blocks in them: attention and feed-forward each have a residual around them, and their
+        layers may be similar modules of several weights (LoRA) that everything goes through.
         """
         start = parts[0].blocks[0].start
         entry = {seen.node for seen in stage.taken}
@@ -259,7 +259,7 @@ class _Search:
         return any(cuts)
 
     def _is_layer(self, part: _Part) -> bool:
-        """Whether a part is linear layers alone, and changes the number of channels: one of attention's, with LoRA."""
+        """Whether a part is only linear layers and changes the number of channels, such as a query layer with LoRA."""
         taken, given = part.blocks[0].state.shape, part.blocks[-1].given[0].shape
         leaves = [leaf for leaf in part.call.module.modules() if not list(leaf.children())]
         is_linear = all(

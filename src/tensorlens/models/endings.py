@@ -89,7 +89,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
 
 
 def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidence: Evidence) -> bool:
-    """Whether a norm takes the state around all that began like a head, and the model's output nothing else of it."""
+    """Whether a norm takes the state past all that began like a head, and the output depends on nothing else of it."""
     if evidence.output is None:
         return False
     past = {seen.node for head in heads for seen in head.given}
@@ -150,7 +150,7 @@ def _is_most(given: Seen, state: Seen) -> bool:
 def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
     """Whether a module only scales and shifts the state: its weights have one axis, or read something else.
 
-    Such as a condition, of which a norm's gain and shift are made.
+    An example is a condition from which a norm's gain and shift are computed.
     """
     weights = list(call.module.parameters())
     if not weights:
@@ -216,7 +216,7 @@ _CHANNELS_SECOND = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
 def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
-    """The channel axis of the state that enters each block, and of $X^N$: asked of those who read it."""
+    """The channel axis of the state that enters each block, and of $X^N$, as the weights that read it show."""
     found = [_reading_axis(call.state, call.walk(), evidence) for call in blocks]
     last = blocks[-1]
     end = next((call for call in evidence.calls if ending.body_end and call.path == ending.body_end), last)
@@ -240,7 +240,7 @@ def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: En
 
 
 def _reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) -> int | None:
-    """The channel axis of a state by the first weights among `calls` that read it; None if none tells."""
+    """The channel axis of a state by the first weights among `calls` that read it; None if there are none."""
     readers = [
         call
         for call in calls
@@ -274,5 +274,5 @@ def _weights_of(module: Any) -> tuple[int | None, int | None]:
     weights = list(module.parameters(recurse=False))
     if not weights or any(weight.dim() != 1 for weight in weights):
         return None, None
-    # A subclass of the norms may put its channels elsewhere, and an own norm says nothing of where they are.
+    # A subclass of the norms may put its channels elsewhere, and a norm of the model's own does not say where they are.
     return weights[0].numel(), -1 if type(module) in (nn.LayerNorm, nn.RMSNorm) else None

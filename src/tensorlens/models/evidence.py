@@ -56,7 +56,7 @@ class ModuleCall:
         start: Number of nodes before it began.
         stop: Number of nodes when it ended.
         taken: The floating-point tensors of two axes or more among its arguments, in order.
-        given: The same of what it returned.
+        given: The same for what it returned.
         children: The calls that were part of it.
         several_states: Whether the first thing it takes is a list of states, and not one.
         place: Which of the tensors that it took is first in `taken`: its state, behind what others take too.
@@ -110,7 +110,7 @@ class Evidence:
         origins: For each node the one that first held its values: views and copies have that of their source.
         ends: For nodes that a softmax or its like made, the node it took.
         output: What the model returned: its logits or its state.
-        n_inputs: How many of the nodes, the first ones, are tensors that the model was called with.
+        n_inputs: Number of nodes, the first ones, that are tensors the model was called with.
     """
 
     calls: tuple[ModuleCall, ...]

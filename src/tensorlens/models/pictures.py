@@ -1,4 +1,4 @@
-"""Pictures: how they are opened and shown, and where in one each of its tokens looks.
+"""Pictures: how they are opened and shown, and which part of one each of its tokens covers.
 
 A vision–language model reads a picture as tokens among those of the text. Behind each is a rectangle of the picture:
 one cell of a grid, after patches were merged, the picture was cut into tiles, or a border was cropped off.
@@ -31,7 +31,7 @@ class Picture(NamedTuple):
     Attributes:
         image: A data URI to show it by; None if only its pixels are known.
         tokens: Which tokens stand for it, in order.
-        boxes: What each of them looks at; None for one that looks nowhere, or if that is not known.
+        boxes: The part that each of them covers; None for one that covers nothing, or if that is not known.
     """
 
     image: str | None
@@ -110,7 +110,7 @@ class Looking(NamedTuple):
 
 
 def find_pictures(looking: Looking) -> tuple[Picture, ...]:
-    """Each picture with its tokens and what each of them looks at."""
+    """Each picture with its tokens and the part that each of them covers."""
     n = len(looking.pictures)
     if not looking.positions:
         return ()
@@ -183,7 +183,7 @@ def _by_tiles(runs: Sequence[tuple[int, ...]], between: Callable[[int, int], str
 
 
 def _square(n_tokens: int, within: Box = WHOLE) -> list[Box | None]:
-    """The cells of a square grid; of a token more than that, the first looks at the picture as a whole."""
+    """The cells of a square grid; if there is one token more, the first covers the whole picture."""
     side = math.isqrt(n_tokens)
     if side * side not in (n_tokens, n_tokens - 1):
         return [None] * n_tokens

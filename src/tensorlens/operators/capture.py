@@ -44,7 +44,7 @@ from tensorlens.recording.recording import Origin, Recording, Span
 from tensorlens.trees import map_tensors, tensors_in
 
 MOST_TOKENS = 32
-"""How many tokens suffice to show which operations carry the input."""
+"""Number of tokens that suffices to show which operations carry the input."""
 
 STEPS = {torch.float64: (1e-6, 1e-8, 3e-4), torch.float32: (1e-3, 1e-4, 3e-5)}
 """Sizes of a step, relative to the state: each where those before met a bend, or digits that the model drops."""
@@ -56,7 +56,7 @@ JUMPS = words(
     "round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder "
     "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"
 )
-"""Functions that finite differences may step over a jump of."""
+"""Functions with jumps that finite differences may step over."""
 
 NOT_ALONE = (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """What a block, or a model for inputs of a fixed length, may raise on a shorter input."""
@@ -68,7 +68,7 @@ class Capture:
 
     Attributes:
         blocks: The gap of each block that was measured.
-        whole: That of the whole model, where blocks have none but what is around them may.
+        whole: The gap of the whole model, if no block has one but the code around the blocks may.
         left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
         by_design: Modules that hold what finite differences move.
         jumping: Modules of functions with jumps.

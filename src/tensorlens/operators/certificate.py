@@ -46,12 +46,12 @@ class Certificate(Printed):
         moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
         passing: For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
         silent: The blocks that pass nothing of their input on.
-        held: For each module the norm of what it gives in a run at zero, by that at X: 0 for one that T carries whole,
-            1 for one that is all in B.
+        held: For each module the norm of its output in a run at zero, divided by that at X: 0 if T carries all of it, 1
+            if it is all in B.
         rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
         captured: For each block the gap between finite differences of the model and T under the Jacobian's rules.
         reservations: What a plain "passed" would hide.
-        seconds: What the laws took, and what those in float32 took.
+        seconds: Time that the laws took, and that those in float32 took.
     """
 
     errors: dict[str, float]

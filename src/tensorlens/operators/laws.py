@@ -23,7 +23,7 @@ from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording, Span
 
 N_CLASSES = 5
-"""How many classes' logits are tested."""
+"""Number of classes whose logits are tested."""
 
 N_BLOCKS = 4
 """Blocks of a half-precision model whose laws are measured in float32."""
@@ -57,7 +57,8 @@ class LawEvidence:
         at_x: The program at X.
         bias: B, the program at zero.
         at_v: The program at V.
-        held: For each module the norm of what it gives at zero, by that at X. Empty for a range of blocks, for chosen
+        held: For each module the norm of its output at zero, divided by that at X. Empty for a range of blocks, for
+            chosen
             heads, for one sample of several, and for a long input.
     """
 

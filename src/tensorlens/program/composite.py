@@ -25,7 +25,7 @@ from tensorlens.program.nodes import Axes, Spec, at_least_float32
 from tensorlens.program.operations import operation
 
 CHUNK = 2**24
-"""How many scores are formed at a time: heads times queries times keys."""
+"""Number of scores formed at a time: heads times queries times keys."""
 
 FORMED = 512
 """Up to this many keys, full-precision attention is formed as a matrix: fused kernels are made for half precision."""

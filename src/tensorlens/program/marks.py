@@ -110,7 +110,7 @@ def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
 
 
 def move(program: Program, step: Step, numbers: Tensor) -> Tensor:
-    """What a step that puts numbers elsewhere makes of some, on the CPU."""
+    """Apply a step that only moves numbers to some numbers, on the CPU."""
 
     def given(leaf: Any) -> Any:
         kind = type(leaf)

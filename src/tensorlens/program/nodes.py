@@ -24,7 +24,7 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 
 
 NOT_PLAIN = frozenset([Slot, Held, tuple, list])
-"""Types in an argument of several parts that make it more than plain values."""
+"""Types that make a nested argument more than plain values."""
 
 Axes: TypeAlias = tuple[int, ...]
 """Numbers of axes, or sizes along them."""

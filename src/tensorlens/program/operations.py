@@ -76,7 +76,7 @@ def operation(*, joint: Axes = (0,), optional: Axes = ()) -> Callable[[Callable[
 
 
 def fit(u: Tensor, spec: Spec) -> Tensor:
-    """A cotangent as large as its slot: summed over what was broadcast, in the slot's own type and place."""
+    """A cotangent of its slot's shape: summed over broadcast axes, in the slot's type and on its device."""
     shape, dtype, device = spec
     if u.shape != shape:
         u = u.sum_to_size(shape)
@@ -110,12 +110,12 @@ def _as_strided_scatter(flat: Tensor, value: Tensor, shape: Axes, strides: Axes,
 
 
 def _gain(x: Tensor, factor: Tensor) -> Tensor:
-    """X ⊙ factor, and zero where the factor is, though x be infinite: what is masked does not move."""
+    """`x` ⊙ factor, and zero where the factor is, even if x is infinite: what is masked does not move."""
     return torch.where(factor == 0, 0, x) * factor
 
 
 def _blend(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor) -> Tensor:
-    """A ⊙ of_a + b ⊙ of_b: a product of two live tensors, in which each is weighed by what the other was."""
+    """`a` ⊙ of_a + `b` ⊙ of_b: a product of two live tensors, each weighted by the other's value."""
     return a * of_a + b * of_b
 
 
@@ -138,7 +138,7 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _put(x: Tensor, at: tuple[Any, ...], value: Any, accumulate: bool = False) -> Tensor:
-    """X after `x[at] = value`, or after `x[at] += value`."""
+    """`x` after `x[at] = value`, or after `x[at] += value`."""
     if accumulate:
         return _added_at(x, at, value)
     x = x.clone()
@@ -147,12 +147,12 @@ def _put(x: Tensor, at: tuple[Any, ...], value: Any, accumulate: bool = False) -
 
 
 def _added_at(x: Tensor, at: tuple[Any, ...], value: Any) -> Tensor:
-    """X after `x[at] += value`, also where a place is named several times."""
+    """`x` after `x[at] += value`, also where an index occurs several times."""
     return torch.ops.aten.index_put(x, [one if isinstance(one, Tensor) else None for one in at], value, True)
 
 
 def _index_add(x: Tensor, axis: int, places: Tensor, source: Tensor, alpha: float = 1) -> Tensor:
-    """X with rows of the source added at places of an axis."""
+    """`x` with rows of the source added at indices of an axis."""
     return x.index_add(axis, places, source, alpha=alpha)
 
 

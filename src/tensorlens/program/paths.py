@@ -232,7 +232,7 @@ class StepReader:
         """A value multiplied by a constant, whatever that varies with."""
         by = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
         value = self.expanded(value, np.broadcast_shapes(value.shape, by.shape))
-        # Of a single token nothing varies; what has all axes was made of it, and is not a weight.
+        # With a single token nothing varies by row; a factor with all axes was computed from it and is not a weight.
         of_single = self.n_samples * self.n_tokens == 1 and by.dim() == len(value.shape)
         by = by.view((1,) * (len(value.shape) - by.dim()) + tuple(by.shape))
         by = by[tuple([slice(1) if stride == 0 else slice(None) for stride in by.stride()])]

@@ -33,14 +33,14 @@ class BlockCall:
     """How one block was called.
 
     Attributes:
-        n: Which call of a block it was.
+        n: Index of this block call.
         module: The block.
         path: Where it is in the model.
         args: Its arguments, the state among them.
         kwargs: Its named arguments.
-        entry: Which of the tensors it takes is the state.
-        place: Which of the tensors it gives is the state.
-        layout: How the state that it takes is laid out.
+        entry: Index of the state among the tensors it takes.
+        place: Index of the state among the tensors it returns.
+        layout: Layout of its input state.
         is_repeatable: Whether the call can be repeated: its arguments are tensors and plain values.
         is_closed: Whether it is repeatable, and the state is the only live thing that enters it.
     """
@@ -61,7 +61,7 @@ class BlockCall:
         return replace(self, module=module, args=args, kwargs=kwargs)
 
     def run(self, x: Tensor) -> Tensor:
-        """What the block itself gives at a state (sample, token, channel), in its own layout."""
+        """The block's own output for a state (sample, token, channel), in the block's layout."""
         with running(self.module):
             args, kwargs = put_state(self.args, self.kwargs, self.layout.to_native(x), self.entry)
             return state_of(self.module(*args, **kwargs), self.place)
@@ -106,9 +106,9 @@ class BlockProgram(NamedTuple):
     """A block that was recorded on its own.
 
     Attributes:
-        program: From (sample, token, channel) to what the block gives in its own layout.
-        n_before: How many of its steps only lay out the state.
-        output: What it gave.
+        program: From (sample, token, channel) to the block's output in its own layout.
+        n_before: Number of steps at its beginning that only change the layout of the state.
+        output: The block's output.
         rules_applied: How often each rule was applied, by (rule, module).
     """
 

@@ -1,6 +1,6 @@
-r"""What rules are made of: values that are held, and affine functions that stand for nonlinear steps.
+r"""Building blocks of rules: values that are held, and affine functions that replace nonlinear steps.
 
-Each of them has the right value at X; the constant that makes it right is added, and so belongs to B.
+Each has the model's value at X; the constant that achieves this is added, and so belongs to B.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS: dict[str, tuple[float, float]] = {
     "half": (0.5, 0.5),
     "taylor": (1.0, 1.0),
 }
-"""How much of a product follows its first factor, and how much its second."""
+"""Shares of a product that follow its first factor and its second."""
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:

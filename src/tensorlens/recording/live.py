@@ -66,11 +66,11 @@ class Followed(Tensor):
         return run.call(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Tensor:
-        """The same numbers in memory of their own, live like these: a copy of the tape would be none of theirs."""
+        """The same numbers in new memory, live on the same tape: a copied tape would not belong to the recording."""
         return self.clone()
 
     def as_subclass(self, cls: Any) -> Any:
-        """Itself as an ordinary tensor; torch itself would return an alias that no rule sees."""
+        """Return itself if asked for an ordinary tensor; torch would return an alias that no rule sees."""
         if cls is not Tensor:
             raise NotLinearError(
                 f"The model turns a live tensor into a `{cls.__name__}`, which would hide it from the rules. "
@@ -81,7 +81,7 @@ class Followed(Tensor):
 
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same answer without a detour by the rules."""
+    """The same method, answered without the rules."""
 
     def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with quiet():
@@ -116,7 +116,7 @@ class WithRole(Followed):
 
 
 class Whole(WithRole):
-    """Whole numbers that live ones were cast to; `behind`: these, cut to whole ones, where they are known."""
+    """Integers that live numbers were cast to; `behind`: those live numbers, truncated, if known."""
 
     behind: Live | None = None
 

@@ -49,7 +49,7 @@ class ModulePlaces:
                         self.weights[f"{path}.{name}" if path else name] = weight
 
     def adapted(self) -> dict[int, str]:
-        """Modules that an adapter means by their place in their parent, by identity, and those places."""
+        """Modules that have an adapter by their place in their parent, by identity, and those places."""
         places = adapted_places()
         parents = {kind: qualified(kind) for kind in set(map(type, self.tree.values()))}
         wanted = {kind: name for kind, name in parents.items() if name in places}
@@ -74,7 +74,7 @@ class ModuleCalls:
         run: The tape.
         at: What to do at modules that are watched.
         watched: These, by identity.
-        after: Is told what any other module gave.
+        after: Called with the output of every other module.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ModuleCalls:
 
 
 class Weights:
-    """Which memory the weights of a model were in, and how often it had been written to.
+    """Where the weights of a model were in memory, and how often that memory had been written to.
 
     Args:
         places: Where the parts of the model are.
@@ -138,7 +138,7 @@ class Weights:
         self._model, self._then = places.model, _memory(places)
 
     def check(self, what: str) -> None:
-        """Refuse a question that runs the model again where its weights are others now.
+        """Refuse a question that runs the model again if its weights have changed.
 
         Args:
             what: The question.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
 
 SAME = frozenset(["clone", "contiguous", "detach", "to", "dropout", "alias"])
-"""Functions that may give the numbers they take: their argument is the state as much as their result."""
+"""Functions that may return the numbers they take: the argument is the state as much as the result."""
 
 
 class Prologue(TorchFunctionMode):
@@ -58,11 +58,11 @@ class Prologue(TorchFunctionMode):
         return result
 
     def birth_of(self, state: Tensor) -> int | None:
-        """Which of the noted functions gave a state last, if one did."""
+        """The number of the noted function that last returned a state, if one did."""
         return next((n for n in reversed(range(len(self._calls))) if self._calls[n][3] is state), None)
 
     def repeat(self, run: Tape) -> None:
-        """Run the noted functions again that took a tensor which is live by now, and stop noting."""
+        """Run those noted functions again whose arguments are live by now, and stop noting."""
         calls = list(self._calls)
         self.stop()
         for function, args, _, result in reversed(calls):  # the state may be a copy of what others read
@@ -78,12 +78,12 @@ class Prologue(TorchFunctionMode):
 
 
 def is_noted(function: Any, result: Any) -> bool:
-    """Whether a function makes tensors of tensors, and does not only describe one."""
+    """Whether a function computes tensors from tensors, and does not only describe one."""
     return isinstance(result, (Tensor, tuple, list)) and name_of(function) not in DESCRIBES
 
 
 class Reborn(TorchFunctionMode):
-    """Gives a state another value where it is made, so that whatever the model makes of it sees the other one.
+    """Gives a state a different value where it is made, so that everything computed from it sees that value.
 
     Args:
         birth: Which of the noted functions makes it.
@@ -101,7 +101,7 @@ class Reborn(TorchFunctionMode):
         if self._left >= 0 and is_noted(func, result):
             self._left -= 1
             if self._left < 0:
-                # Written over, so that views of it see the other value too; of what must stay as it is, a copy.
+                # Written over, so that views see the new value too; what must not change is copied.
                 return self._value.clone() if self._must_stay(result, (args, kwargs)) else result.copy_(self._value)
         return result
 
@@ -126,5 +126,5 @@ def _parts(result: Any) -> list[Any]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers: one that was written to since does not."""
+    """Whether two tensors hold the same numbers; False if one was written to since."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(raw(torch.allclose, a, b, equal_nan=True))

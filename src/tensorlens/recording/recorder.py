@@ -100,7 +100,7 @@ class Recorder:
         self.blocks = KeptBlocks(places.weights.values())
 
     def go(self) -> Recording | None:
-        """Run the model and give what was learnt; None if no block ran."""
+        """Run the model and return what was learnt; None if no block ran."""
         run, anatomy = self.run, self.anatomy
         try:
             with ExitStack() as stack:
@@ -121,7 +121,7 @@ class Recorder:
                 raise run.refused
 
     def _run_model(self) -> Tensor:
-        """What the pass ends with: the input of the unembedding, or what the model gives."""
+        """Run it to the end of the pass: the input of the unembedding, or the model's output."""
         given = dict(self.inputs)
         try:
             self.prologue.start()
@@ -211,7 +211,7 @@ class Recorder:
         return output
 
     def _after(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Note what a module gave, and the experts that it was told to take."""
+        """Note the output of a module, and the experts that it was told to use."""
         if not self.n_entered:
             return
         state = output[0] if type(output) is tuple and output else output
@@ -295,7 +295,7 @@ class Recorder:
             self._join_streams(tokens)
         slot, value = self._kept(tokens)
         if n == 0 and self.begun and not self.starts_at_embedding:
-            slot = self.begun[0][0]  # what came before the block and was made of the state begins there too
+            slot = self.begun[0][0]  # what was computed from the state before the block begins there too
         if self.memory is None:
             self.slots.append((slot,))
             self.states.append(value)

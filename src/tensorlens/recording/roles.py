@@ -15,7 +15,7 @@ from tensorlens.recording.conventions import Rules
 
 
 class Role(Enum):
-    """What a tensor is, beside a value."""
+    """Where a tensor comes from."""
 
     ACTIVATED = "activated"
     """Out of an activation with φ(0) = 0: the gate of a gated feed-forward."""
@@ -24,17 +24,17 @@ class Role(Enum):
     GATE = "gate"
     """Straight out of a sigmoid."""
     FACTOR = "factor"
-    """Made of activations with φ(0) ≠ 0 alone: what gates in a product."""
+    """Made only of activations with φ(0) ≠ 0: the gate of a product."""
     STATISTIC = "statistic"
     """A statistic of a norm, where norms are followed by their derivative."""
     SIZE = "size"
     """|x|."""
     SCALE = "scale"
-    """Made of sizes, or a denominator: a scale of other tensors."""
+    """Made of magnitudes, or a denominator: a scale of other tensors."""
     STEP = "step"
     """A sign."""
     CHOICE = "choice"
-    """Decided by values of the input: places, comparisons. Held."""
+    """Decided by values of the input: indices, comparisons. Held."""
 
 
 FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.STEP])

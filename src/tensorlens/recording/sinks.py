@@ -27,7 +27,7 @@ COMMON = range(256, 512)
 """Tokens to try: vocabularies begin with special tokens and bytes, then come the most common ones."""
 
 NOTE = "sink held"
-"""What the step says that puts the held values in the place of the first position's."""
+"""Note of the step that replaces the first position's values by held ones."""
 
 
 def without_sink(values: Any, axis: int = -2) -> Any:

@@ -93,7 +93,7 @@ class Function(NamedTuple):
 
     Attributes:
         name: One name for all its spellings.
-        describes: Whether nothing of the values passes on.
+        describes: Whether the result does not contain any of the values.
         is_kernel: Whether it is a kernel of torch's dispatcher.
     """
 
@@ -130,7 +130,7 @@ def family(names: str) -> Callable[[AnyRule], AnyRule]:
 
 
 class OfValue:
-    """A rule that begins with what the function itself gives, as most do; those of the hot path are spelled so.
+    """A rule that begins with the function's own result, as most do; rules of the hot path spell that out.
 
     Args:
         rule: Takes the recording, the function's name, its value, and its arguments.

@@ -52,10 +52,10 @@ ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincou
 
 LEAVES = words("tolist numpy array dlpack")
 COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp")
-"""Functions in which whole numbers that live ones were cast to stand for these."""
+"""Functions in which integers stand for the live numbers that they were cast from."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
-"""Functions that take of a tensor what stands at places."""
+"""Functions that take entries of a tensor by index."""
 
 _tuple: Any = tuple.__new__
 
@@ -274,7 +274,7 @@ class Tape:
             self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
 
     def note_part(self, name: str, x: Tensor) -> None:
-        """Note that some samples were taken out of all, or all together: what they give may be held for others."""
+        """Note that samples were selected or joined: what is computed from them may be held for others."""
         if self.n_samples > 1 and x.dim() and x.shape[0] == self.n_samples:
             self.note_mixing(name)
 
@@ -318,7 +318,7 @@ class Tape:
         self.meetings.append(Meeting(self.slot_of(scores), self.block, self.module, *slots, False))
 
     def note_softmax(self, scores: Any) -> None:
-        """What may have become of the last product of queries and keys enters a softmax."""
+        """Note that what may come from the last product of queries and keys enters a softmax."""
         if self.meetings and is_live(scores):
             last = self.meetings[-1]
             if last.block == self.block and last.end is None and not last.is_fused:
@@ -430,7 +430,7 @@ class Tape:
         raise self.refusal(name)
 
     def _counted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments of a live function, with the live numbers behind whole ones in their place."""
+        """The arguments of a live function, with integers replaced by the live numbers behind them."""
         packed = mapped((args, tuple(kwargs.items())), _number_behind)
         args, kwargs = packed[0], dict(packed[1])
         if any(type(x) is Whole for x in found_in(args, kwargs)):
@@ -477,7 +477,7 @@ class Tape:
         return self._followed(value, WithRole, role) if type(value) is Tensor and role is not None else value
 
     def whole(self, value: Tensor, behind: Live | None) -> Whole:
-        """Whole numbers that live ones were cast to, with these behind them."""
+        """Integers that live numbers were cast to, with those behind them."""
         found = self._followed(value, Whole, None)
         found.behind = behind
         return found
@@ -491,7 +491,7 @@ class Tape:
     def _of_whole_numbers(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Places and comparisons of them are decisions; whoever counts with them counts with live numbers."""
+        """Indices and comparisons are decisions; arithmetic with them uses the live numbers."""
         is_place = name in LOOKS_UP and type(args[0]) is not Whole
         if is_place or not isinstance(result, Tensor) or result.dtype is torch.bool:
             if name in LEAVES and args[0].numel() > 1:
@@ -512,7 +512,7 @@ class Tape:
 
 
 def _number_behind(leaf: Any) -> Any:
-    """For whole numbers that live ones were cast to these, cut to whole ones."""
+    """The live numbers, truncated, that integers were cast from."""
     return leaf.behind if type(leaf) is Whole and leaf.behind is not None else leaf
 
 
@@ -532,7 +532,7 @@ class Kernels(TorchDispatchMode):
         kwargs, of = kwargs or {}, self.of
         cells = of.writes.cells
         if not cells and (not of.alive or not kwargs and SIMPLE.issuperset(map(type, args))):
-            return func(*args, **kwargs)  # as it is with most: weights, masks and positions
+            return func(*args, **kwargs)  # the usual case: weights, masks and positions
         if cells:
             of.writes.revive(args, kwargs)
         met = found_in(args, kwargs)

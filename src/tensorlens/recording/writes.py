@@ -31,7 +31,7 @@ SHAPES = words("squeeze unsqueeze t transpose swapaxes swapdims")
 
 
 UNCOUNTED = -1
-"""In the place of a version."""
+"""Stands in for a version."""
 
 
 class Geometry(NamedTuple):
@@ -206,7 +206,7 @@ class Writes:
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
 
     def _owner(self, target: Tensor) -> Tensor:
-        """The live tensor that a view of inference mode, which knows no base, looks at; else the tensor itself."""
+        """The live tensor behind a view made in inference mode, which has no base; else the tensor itself."""
         if version_of(target) != UNCOUNTED:
             return target
         address, alive = address_of(target), (ref() for ref in self._tape.alive)

@@ -106,7 +106,7 @@ STEPS = words("round trunc floor ceil hardtanh relu6")
 NONZERO_AT_ZERO = words(
     "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
 )
-"""Torch functions with φ(0) ≠ 0, which `activations.activate_from` takes; in products they gate."""
+"""Torch functions with φ(0) ≠ 0, which `activations.activate_from` handles; in products they are gates."""
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def attention_rule(
 
 
 def _shares(query: Any, key: Any, value: Any) -> tuple[float, float, float]:
-    """How much follows the scores' factors, the matrix and the values: of one live factor alone, all of it."""
+    """Shares that follow the scores' factors, the matrix and the values; a single live factor gets all."""
     if now.tape.rules.attention == "taylor":
         return 1.0, 1.0, 1.0
     mixing = 0.5 if is_live(value) else 1.0
@@ -140,7 +140,7 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 @family("flex_attention")
 def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`flex_attention`, whatever its scores are made of: applied to the unit matrix it gives A, which is held."""
+    """`flex_attention` with any score function: applied to the identity it gives A, which is held."""
     run = now.tape
     query, key, value, *rest = args
     if run.rules.attention != "hold":
@@ -168,7 +168,7 @@ def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 def multi_head_attention(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's whole attention layer as its own code, in which fused attention has an axis of heads.
 
-    Where it also gives the weights, they come from the code that torch itself runs then; nothing else of it is used.
+    If it also returns the weights, they come from the code that torch then runs; nothing else of that code is used.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     own_code = with_names(function, dict.fromkeys(("has_torch_function",), lambda *_: False))

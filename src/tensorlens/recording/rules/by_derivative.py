@@ -117,7 +117,7 @@ def product_by_kernel(
 
 @family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")
 def in_the_first(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that is linear in its first argument; what its others decide is held, where products hold."""
+    """A function that is linear in its first argument; its other arguments are held where factors of products are."""
     run = now.tape
     if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
         return by_derivative(function, name, args, kwargs)

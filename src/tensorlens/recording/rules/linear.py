@@ -21,13 +21,13 @@ from tensorlens.recording.writes import refuse_coarse
 
 
 def role_after(name: str, *args: Any) -> Role | None:
-    """What a linear function makes of the roles of its arguments."""
+    """Role of a linear function's result, from the roles of its arguments."""
     for value in args:
         kind = type(value)
         if kind in FOLLOWED and value.role is not None or kind is tuple or kind is list:
             break
     else:
-        return None  # as it is with most
+        return None  # the usual case
     met = found_in(args)
     roles = [x.role for x in met if type(x) is Live]
     if not any(roles):
@@ -97,7 +97,7 @@ def unchanged(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
 
 @rule("detach_ get:data")
 def itself(x: Live, *_: Any) -> Any:
-    """Its numbers by another name."""
+    """The same tensor under a different name."""
     return torch.detach(x)
 
 
@@ -143,7 +143,7 @@ def item(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
-    """x[at], which is known."""
+    """x[at], whose value is known."""
     if run.n_samples > 1 and not _takes_all(at[0] if isinstance(at, tuple) and at else at, len(x)):
         run.note_part("getitem", x)
     parts = at if isinstance(at, tuple) else (at,)
@@ -204,7 +204,7 @@ def sliced(x: Live, dim: int = 0, start: Any = None, end: Any = None, step: int 
     "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes unbind unbind_copy"
 )
 def parted(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In parts along an axis, or one by one: each is a step of its own, so unused ones can be dropped."""
+    """Split along an axis. Each part is a step of its own, so unused ones can be dropped."""
     x, is_unbound, start, found = args[0], name.startswith("unbind"), 0, []
     place = 1 if is_unbound else 2
     axis = kwargs.get("dim", args[place] if len(args) > place else 0) % x.dim()
@@ -228,7 +228,7 @@ def iterate(x: Live) -> Any:
 
 @of_value("narrow select index_select gather")
 def taken(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Places of one axis: some in a row, one, or any; or for each position of the result its own."""
+    """Entries along one axis: a range, one, any, or a different one for each position of the result."""
     x, dim, *where = (*args, *[kwargs[key] for key in ("dim", "start", "length", "index") if key in kwargs])[:4]
     if type(x) is not Live:
         return value
@@ -244,14 +244,14 @@ def taken(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
 
 @of_value("cat stack")
 def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One after the other, along an axis or a new one."""
+    """Concatenated along an axis, or stacked along a new one."""
     parts = list(args[0] if args else kwargs["tensors"])
     dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
     specs = [part.spec if type(part) is Live else spec_of(part) for part in parts]
     parts = [
         part if spec.dtype is value.dtype else part.to(value.dtype)
         for part, spec in zip(parts, specs, strict=True)
-        if name == "stack" or spec.shape != (0,) or value.dim() == 1  # torch passes over empty ones
+        if name == "stack" or spec.shape != (0,) or value.dim() == 1  # torch skips empty ones
     ]
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
@@ -265,7 +265,7 @@ def flipped(x: Live, *dims: Any) -> Any:
 
 @rule("repeat_interleave")
 def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
-    """Each place of an axis several times."""
+    """Each entry of an axis several times in a row."""
     if not is_live(x):
         return raw(torch.repeat_interleave, x, value_of(repeats), dim)
     if dim is None:
@@ -296,7 +296,7 @@ def triangular(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
 
 @rule("as_strided")
 def restrided(x: Live, size: Any, stride: Any, storage_offset: Any = None) -> Any:
-    """Another look at the memory of x, which must show all of it."""
+    """A view of the memory of x by strides, which must show all of it."""
     run = now.tape
     offset = raw(Tensor.storage_offset, x) if storage_offset is None else storage_offset
     value = raw(Tensor.as_strided, x, size, stride, offset)
@@ -328,7 +328,7 @@ def summed(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
 
 @rule("cumsum")
 def running_sums(x: Any, dim: int, dtype: Any = None) -> Any:
-    """Sums of all up to here."""
+    """Cumulative sums."""
     x = x if dtype is None else x.to(dtype)
     return now.tape.emit("cumsum", raw(torch.cumsum, x, dim), x, dim, role=role_after("cumsum", x))
 
@@ -364,7 +364,7 @@ def negated(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dic
 
 @rule("where")
 def chosen(condition: Any, *both: Any, **named: Any) -> Any:
-    """A where a mask says so, b elsewhere."""
+    """`a` where a mask is true, `b` elsewhere."""
     if not both and not named:
         return raw(torch.where, condition)
     a, b = (*both, *(named[key] for key in ("input", "self", "other") if key in named))[:2]
@@ -379,7 +379,7 @@ def chosen(condition: Any, *both: Any, **named: Any) -> Any:
 
 @rule("masked_fill")
 def mask_filled(x: Any, mask: Any, value: Any) -> Any:
-    """X with a number where a mask says so."""
+    """`x` with a number where a mask is true."""
     mask, fill = value_of(mask), value
     if isinstance(fill, Tensor) and not is_live(fill):
         fill = value_of(fill).to(x.dtype)
@@ -389,14 +389,14 @@ def mask_filled(x: Any, mask: Any, value: Any) -> Any:
 
 @rule("masked_select")
 def picked(x: Live, mask: Tensor) -> Any:
-    """The values where a mask says so, in a row."""
+    """The values where a mask is true, along one axis."""
     mask = raw(torch.broadcast_to, value_of(mask), x.shape)
     return x[mask]
 
 
 @rule("masked_scatter")
 def poured(x: Any, mask: Any, source: Any) -> Any:
-    """X with values of a source, in their order, where a mask says so."""
+    """`x` with values of a source, in their order, where a mask is true."""
     value = raw(Tensor.masked_scatter, x, mask, source)
     mask = raw(torch.broadcast_to, value_of(mask), value.shape)
     n = int(raw(Tensor.sum, mask))
@@ -427,7 +427,7 @@ def assign(x: Tensor, at: Any, new: Any) -> None:
 
 @family("index_put _index_put_impl")
 def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """X with values put, or added, at places."""
+    """`x` with values written or added at some indices."""
     x, indices, values = args[:3]
     accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     at = tuple([slice(None) if one is None else value_of(one) for one in indices])
@@ -437,7 +437,7 @@ def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 @of_value("index_add index_copy")
 def rows_put(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """X with rows of a source at places, or added there."""
+    """`x` with rows of a source written or added at some indices."""
     x, dim, index, source = (*args, *[kwargs[key] for key in ("dim", "index", "source") if key in kwargs])[:4]
     alpha = (kwargs.get("alpha", 1),) if name == "index_add" else ()
     return run.emit(name, value, x, dim, value_of(index), source, *alpha)
@@ -462,7 +462,7 @@ def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool, with_own: bool) -> Any:
-    """X with numbers of a source added at places, or their means there, with its own numbers among them or not."""
+    """`x` with numbers of a source added at some indices, or averaged there, with or without its own numbers."""
     base = x if with_own else torch.scatter(x, dim, index, 0.0)
     total = raw(torch.scatter_add, base, dim, index, source)
     found = now.tape.emit("scatter_add", total, base, dim, index, source)
@@ -524,7 +524,7 @@ def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 @rule("pad")
 def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """More places at the ends of the last axes."""
+    """Padding at the ends of the last axes."""
     if not is_live(x) or is_live(value):
         raise now.tape.refusal("pad with a live number")
     made = raw(torch.nn.functional.pad, x, pad, mode, value)
@@ -560,7 +560,7 @@ def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 @family("new_tensor new_full full_like")
 def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """New tensors like a live one, of numbers that are not."""
+    """New tensors shaped like a live one, of constant numbers."""
     given = [*args[1:], *kwargs.values()]
     if not any(map(is_live, found_in(given))):
         return raw(function, *args, **kwargs)
@@ -606,5 +606,5 @@ for _names, _reason in REASONS.items():
     def refuse(
         function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = _reason
     ) -> NoReturn:
-        """Say why."""
+        """Refuse a function, with the reason."""
         raise NotLinearError(f"{reason} {now.tape.refusal(name)}")

@@ -21,7 +21,7 @@ from tensorlens.recording.tape import Tape
 
 
 def settled(value: Any) -> Any:
-    """The value of a live factor, held from here on; anything else as it is."""
+    """The value of a live factor, held from here on; anything else unchanged."""
     if not (is_live(value) and is_factor(value.role, now.tape.rules)):
         return value
     now.tape.note("factor: held")
