@@ -44,7 +44,7 @@ def facts(*pairs: tuple[str, str]) -> list[Fact]:
         ({"name": None}, "the file", "missing required field `name`"),
         ({"prompt_templates": None}, "the file", "missing required field `prompt_templates`"),
         ({"prompt_templates": []}, "prompt_templates", "length >= 1"),
-        ({"prompt_templates": ["no place"]}, "prompt_templates[0]", "matching regex"),
+        ({"prompt_templates": ["no place"]}, "prompt_templates[0]", "with `{}` in the subject's place"),
         ({"samples": None}, "the file", "missing required field `samples`"),
         ({"samples": []}, "samples", "length >= 1"),
         ({"samples": [{"subject": "apple"}]}, "samples", "every sample is malformed"),
