@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
-from tensorlens.strict_json import to_json
+from tensorlens.files import to_json
 from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
 from tensorlens.studies.relation_study.report import relation_summary
 

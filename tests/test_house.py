@@ -192,7 +192,7 @@ def bare_json_calls(tree: ast.Module) -> Iterator[int]:
 
 def test_json_is_strict():
     bare = {name_of(path) for path in SOURCE + SCRIPTS if list(bare_json_calls(tree_of(path)))}
-    assert bare <= BARE_JSON, "write with tensorlens.strict_json, or pass allow_nan=False"
+    assert bare <= BARE_JSON, "write with tensorlens.files.to_json, or pass allow_nan=False"
 
 
 # Tests that can fail -------------------------------------------------------------------------------------------------

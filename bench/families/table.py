@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.families.run import FamilyRecord
+from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError
+from tensorlens.files import from_json, write_json, write_whole
 from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
-from tensorlens.strict_json import from_json, write_json, write_text
-from tensorlens.versions import package_versions
 
 _NOTES = """
 Each row is a tiny model of that type with every parameter drawn at random, including biases and gains. It is recorded
@@ -48,7 +48,7 @@ def write_table(records: Iterable[FamilyRecord], path: Path) -> None:
     write_json(path, {"versions": versions(), "records": [asdict(record) for record in ordered]})
     whole = path.with_suffix(".md")
     _, heading, strangers = whole.read_text("utf-8").partition(STRANGERS) if whole.exists() else ("", "", "")
-    write_text(whole, page(ordered) + (f"\n{heading}{strangers}" if heading else ""))
+    write_whole(whole, page(ordered) + (f"\n{heading}{strangers}" if heading else ""))
 
 
 def read_table(path: Path) -> list[FamilyRecord]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.files import from_json
 from tensorlens.lens import Lens
 from tensorlens.models.foreign_files import check_zip, foreign_reader
-from tensorlens.strict_json import from_json
 
 MEASURES = ("reciprocal_rank", "top_1")
 PORT_TOLERANCE = 1e-5

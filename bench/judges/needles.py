@@ -12,9 +12,9 @@ from typing import Any
 
 from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.files import from_json
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import sentences
-from tensorlens.strict_json import from_json
 from tensorlens.studies.judge_study import WORD_OVERLAP, PrefixText, whole_words, with_members
 
 MEASURES = ("reciprocal_rank", "top_1")

@@ -16,9 +16,9 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorlens.files import write_whole
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
-from tensorlens.strict_json import write_text
 from tensorlens.studies.judge_study import unit_sums
 from tensorlens.studies.runs import Run, as_line, read_record, whole_lines
 
@@ -91,7 +91,7 @@ class Peer:
         wanted = [one for one in questions if one["index"] not in done]
         if wanted:
             asked = self.folder / f"{self.name}.questions.jsonl"
-            write_text(asked, "".join(map(as_line, wanted)))
+            write_whole(asked, "".join(map(as_line, wanted)))
             error = self._process(model, asked)
             found = self._answers()
             return found if error is None else found | {"about": found["about"] | {"error": error}}

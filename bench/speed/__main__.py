@@ -16,8 +16,8 @@ import torch
 from bench.speed import parts
 from bench.speed.walks import walks
 from bench.tables import markdown
-from tensorlens.strict_json import write_json
-from tensorlens.versions import package_versions
+from tensorlens.__about__ import package_versions
+from tensorlens.files import write_json
 
 LARGE = ("Llama-8B", "Qwen3-8B", "Gemma3-12B", "DeepSeek-V3", "Phi-1.5", "Pythia-1B")
 PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {

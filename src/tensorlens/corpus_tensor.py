@@ -24,9 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
+from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.files import write_whole
+from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
 from tensorlens.lens_files import lens_payload, read_lens
@@ -40,9 +41,7 @@ from tensorlens.program.several import of_each
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen
-from tensorlens.strict_json import to_json
 from tensorlens.tensor import AttentionTensor
-from tensorlens.versions import package_versions
 from tensorlens.views.captions import caption_lines
 from tensorlens.views.printing import as_html, heading, print_parts, table
 from tensorlens.views.table import Table

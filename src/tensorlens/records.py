@@ -28,8 +28,7 @@ from safetensors.torch import save as packed
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.files import write_whole
-from tensorlens.strict_json import from_json, to_json
+from tensorlens.files import from_json, to_json, write_whole
 from tensorlens.views.table import Tabular
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError, NotLinearError, TensorLensError
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
@@ -25,7 +26,6 @@ from tensorlens.recording.recording import Recording, Span
 from tensorlens.recording.sinks import settled_block, tokens_to_try
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import repeated
-from tensorlens.versions import package_versions
 
 
 class Specimen:

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from test_components import FAMILIES, OUT, TARGET, family, found, tolerance
 
 import tensorlens as tl
-from tensorlens.strict_json import from_json
+from tensorlens.files import from_json
 
 
 @pytest.mark.parametrize("name", FAMILIES)

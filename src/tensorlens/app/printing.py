@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from tensorlens.strict_json import to_json
+from tensorlens.files import to_json
 from tensorlens.views.captions import badge
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.files import write_whole
+from tensorlens.files import to_json, write_whole
 from tensorlens.maps.targets import Feature
-from tensorlens.strict_json import to_json
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
-from tensorlens.files import write_whole
+from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import Finer, Part
 from tensorlens.inside.features import ActiveFeature, features_of
 from tensorlens.inside.interchange import circuit_tracer_json
@@ -31,7 +31,6 @@ from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
 from tensorlens.records import Index, Record, Writer
-from tensorlens.strict_json import to_json
 from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table

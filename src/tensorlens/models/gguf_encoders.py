@@ -6,12 +6,12 @@ as a number, becomes a ``modules.json`` as sentence-transformers writes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import LoadError
+from tensorlens.files import write_json
 from tensorlens.models.foreign_files import check_complete
 
 if TYPE_CHECKING:
@@ -141,8 +141,6 @@ def _write_pooling(target: Path, pooling: str) -> None:
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(rows)
     ]
-    (target / "modules.json").write_text(json.dumps(listed, indent=2, allow_nan=False) + "\n", "utf-8")
+    write_json(target / "modules.json", listed)
     (target / "1_Pooling").mkdir()
-    (target / "1_Pooling" / "config.json").write_text(
-        json.dumps({"pooling_mode": pooling}, allow_nan=False) + "\n", "utf-8"
-    )
+    write_json(target / "1_Pooling" / "config.json", {"pooling_mode": pooling})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import missing_extra
+from tensorlens.files import write_json
 from tensorlens.models.bundled import Installed, Recipe
 from tensorlens.models.foreign_files import check_complete
 
@@ -69,7 +70,7 @@ def _labels(source: Installed) -> dict[str, Any]:
 def _save_processor(source: Installed, target: Path) -> None:
     recipe = source.bundled.recipe
     if recipe.settings:
-        (target / "preprocessor_config.json").write_text(json.dumps(recipe.settings, indent=2, allow_nan=False) + "\n")
+        write_json(target / "preprocessor_config.json", recipe.settings)
     for path in source.paths:
         if path.name == "tokenizer.json":
             from tokenizers import Tokenizer

@@ -29,10 +29,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError
+from tensorlens.files import from_json
 from tensorlens.models.forward_signature import is_causal
 from tensorlens.program.nodes import Slot, Step
 from tensorlens.recording.recording import Recording
-from tensorlens.strict_json import from_json
 
 POOLINGS = ("mean", "cls", "last", "max", "attention", "late")
 """What users may ask for by name."""

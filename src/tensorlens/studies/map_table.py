@@ -19,12 +19,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.files import write_whole
+from tensorlens.files import from_json, to_json, write_json, write_whole
 from tensorlens.mapper import Mapper
-from tensorlens.strict_json import from_json, to_json, write_json, write_text
 from tensorlens.studies.runs import read_run_file, refuse_other_settings
-from tensorlens.versions import package_versions
 
 FILES = (".csv", ".jsonl")
 """What the maps can be written as besides parquet, by suffix."""
@@ -91,7 +90,7 @@ class MapTable:
         """Write one part, whole or not at all."""
         content, skipped = part
         if skipped:  # written first: the part's file marks completion
-            write_text(self._skipped(first), skipped)
+            write_whole(self._skipped(first), skipped)
         write_whole(self._path(first), content)
 
     def finish(self) -> None:

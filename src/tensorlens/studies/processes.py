@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorlens.errors import InputError
-from tensorlens.strict_json import to_json
+from tensorlens.files import to_json
 
 RUN_ID = "tensorlens"
 """By which a process knows that `hand_over` started it."""

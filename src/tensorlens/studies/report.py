@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tensorlens.errors import MissingExtraError
+from tensorlens.files import to_json
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.strict_json import to_json
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
 from tensorlens.views.study_figures.canvas import figure_svg

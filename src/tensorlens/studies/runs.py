@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.files import from_json, to_json, write_whole
 from tensorlens.lens import Lens
 from tensorlens.models.precision import matmul_precision
-from tensorlens.strict_json import from_json, to_json, write_text
 from tensorlens.studies.processes import Processes
-from tensorlens.versions import package_versions
 
 Record = dict[str, Any]
 """What was measured on one sample, with its `index`."""
@@ -210,7 +210,7 @@ class Run:
         self._wait(lambda: len(self.records(n_samples)) == n_samples, "other processes have samples outstanding")
         records = self.records(n_samples)
         with self._writing():
-            write_text(self.folder / "samples.jsonl", "".join(map(as_line, records)))
+            write_whole(self.folder / "samples.jsonl", "".join(map(as_line, records)))
             for path in self._sample_files()[1:]:  # `samples.jsonl` is the first by name
                 path.unlink()
         self.write_text("summary.json", to_json(self._summarised(records, summarise), indent=1) + "\n")
@@ -227,10 +227,10 @@ class Run:
                 f"have other fields ({type(error).__name__}: {error}). Delete it and start again."
             ) from error
 
-    def write_text(self, name: str, text: str) -> Path:
+    def write_whole(self, name: str, text: str) -> Path:
         """Write a file into the folder, whole or not at all."""
         with self._writing():
-            return write_text(self.folder / name, text)
+            return write_whole(self.folder / name, text)
 
     # Settings -----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.strict_json import to_json
+from tensorlens.files import to_json
 
 COOKIE = "tensorlens_token"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})

@@ -26,10 +26,10 @@ from tensorlens.app.explorer.library import Library, can_answer, input_kind
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
 from tensorlens.errors import InputError, TensorLensError
+from tensorlens.files import to_json
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.recording.conventions import RULE_SETS
-from tensorlens.strict_json import to_json
 from tensorlens.views.captions import is_of_tensor
 from tensorlens.views.page import component, isolated, payload
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from tensorlens.errors import InputError, LoadError, TensorLensError
+from tensorlens.files import write_json, write_whole
 from tensorlens.lens import load
 from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, local_folder
 from tensorlens.recording.conventions import Rules
-from tensorlens.strict_json import write_json, write_text
 from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import Protocol, differences, with_changes
@@ -212,7 +212,7 @@ class PaperTable:
             result, about, texts = self._perturbation(progress)
         if Processes.from_environment().is_first:
             for suffix, text in texts.items():
-                write_text(self.out / f"table.{suffix}", text)
+                write_whole(self.out / f"table.{suffix}", text)
             write_json(self.out / "protocol.json", msgspec.to_builtins(self.protocol))
             write_json(self.out / "about.json", about)
         return result

@@ -14,8 +14,8 @@ import torch
 from msgspec import structs
 
 from tensorlens.errors import InputError
+from tensorlens.files import from_json, to_json, write_json
 from tensorlens.models.resolving import local_folder
-from tensorlens.strict_json import from_json, to_json, write_json
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.paper.protocol import Training
 from tensorlens.studies.perturbation_study.samples import class_index
