@@ -15,7 +15,7 @@ from typing import Any
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
 from tensorlens.files import to_json
-from tensorlens.studies.perturbation_study.summary import compare_two, perturbation_summary
+from tensorlens.studies.perturbation_study.report import Comparing, curves_of, perturbation_summary
 from tensorlens.studies.relation_study.report import relation_summary
 
 FOLDER = Path(__file__).parent / "records" / "paper"
@@ -201,7 +201,7 @@ def _perturbation(
     def said(method: str | None) -> str:
         return "–" if method is None else f"{method} {result['methods'][method]['auc']:.3g}"
 
-    found = compare_two(lines, condition, (claim.method, other), "most", claim.metric, settings)
+    found = _compared(lines, condition, (claim.method, other), claim.metric, settings)
     return _row(
         claim,
         ran=f"{name}, {summary['n_measured']} samples, {settings.get('watched', 'logits')}",
@@ -209,6 +209,18 @@ def _perturbation(
         other=said(other),
         control=said(result["best"].get("control")),
         difference=(found["advantage"], *found["interval"]),
+    )
+
+
+def _compared(
+    lines: list[dict[str, Any]], condition: str, methods: tuple[str, str], metric: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The paired difference of two methods on the samples of a run; positive where the first is better."""
+    measured = [one for one in lines if condition in one.get("conditions", {})]
+    cells = [one["conditions"][condition] for one in measured]
+    comparing = Comparing("most", metric, [one.get("unit") for one in measured], settings)
+    return comparing.against(
+        {name: comparing.areas(curves_of(cells, name, "most", metric)) for name in methods}, *methods
     )
 
 

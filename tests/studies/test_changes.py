@@ -11,9 +11,9 @@ from tiny_study import TEXTS, lens_on, study
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.measuring import changes_of
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.plain_model import PlainModel
 from tensorlens.studies.perturbation_study.run import groups_of
 from tensorlens.studies.perturbation_study.samples import Texts
+from tensorlens.studies.plain_model import PlainModel
 
 
 class Counted(PlainModel):
@@ -21,14 +21,14 @@ class Counted(PlainModel):
 
     sizes: list[int]
 
-    def _run(self, inputs):
+    def _run(self, inputs, watch):
         self.sizes.append(len(next(iter(inputs.values()))))
-        return super()._run(inputs)
+        return super()._run(inputs, watch)
 
 
 def prepared(name: str, texts: list[str], n_copies: int = 5):
     subject = Texts(lens_on(name), read_dataset(texts), PerturbationOptions(n_tokens=16))
-    plain = Counted(subject.lens, batch_size=16)
+    plain = subject.plain = Counted(subject.lens, batch_size=16)
     plain.sizes = []
     loaded = {index: subject.load(index) for index in range(len(subject))}
     masks = {}
@@ -41,7 +41,7 @@ def prepared(name: str, texts: list[str], n_copies: int = 5):
 
     def changes(replacement: str, *only: int):
         some = {index: loaded[index] for index in only or loaded}
-        return changes_of(plain, subject, some, clean, masks, replacement)
+        return changes_of(subject, some, clean, masks, replacement)
 
     return plain, masks, changes
 
@@ -109,8 +109,8 @@ def test_a_study_in_groups_finds_what_it_finds_one_by_one(tmp_path, one, group_s
 )
 def test_a_batch_is_halved_when_memory_runs_out_on_any_device(error):
     class Small(Counted):
-        def _run(self, inputs):
-            found = super()._run(inputs)
+        def _run(self, inputs, watch):
+            found = super()._run(inputs, watch)
             if self.sizes[-1] > 2:
                 raise error
             return found

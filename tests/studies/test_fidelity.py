@@ -21,7 +21,7 @@ from tensorlens.studies.fidelity_study.measures import (
     token_directions,
 )
 from tensorlens.studies.fidelity_study.report import error_table, norm_table
-from tensorlens.studies.plain_states import plain_states, true_function
+from tensorlens.studies.plain_model import plain_states, true_function
 
 LAYOUTS = {
     "post_ln": ["bert", "albert"],

@@ -12,7 +12,7 @@ from tiny_language import COLOURS, START, tiny_lens, tokenizer, write_relation
 
 import tensorlens as tl
 from tensorlens.studies import RelationOptions, relations
-from tensorlens.studies.plain_states import plain_states, read_out
+from tensorlens.studies.plain_model import plain_states, read_out
 from tensorlens.studies.relation_study import prompts
 from tensorlens.studies.relation_study.data import Fact, load_relations, read_relation
 from tensorlens.studies.relation_study.decoding import (

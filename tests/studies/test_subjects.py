@@ -11,8 +11,8 @@ import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.plain_model import PlainModel
 from tensorlens.studies.perturbation_study.samples import Images, Texts, maskable
+from tensorlens.studies.plain_model import PlainModel
 
 
 def test_special_tokens_and_the_last_of_a_decoder_are_protected():
@@ -117,7 +117,7 @@ def test_a_model_that_pads_by_itself_keeps_its_padding():
         pad_token_id=0,
     )
     lens = tl.Lens(hf.LongformerForSequenceClassification(config).eval(), lens_on("bert").processor)
-    assert PlainModel(lens, "first").run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}).states.isfinite().all()
+    assert PlainModel(lens).run({"input_ids": torch.tensor([[1, 5, 6, 7, 2]])}, "first").states.isfinite().all()
 
 
 def test_patches_become_black_before_normalisation(tmp_path):

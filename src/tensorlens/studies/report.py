@@ -12,7 +12,7 @@ from tensorlens.files import to_json
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.studies.runs import Run
 from tensorlens.views.page import page
-from tensorlens.views.study_figures.canvas import figure_svg
+from tensorlens.views.study_figures import figure_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

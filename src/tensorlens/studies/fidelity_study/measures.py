@@ -19,7 +19,7 @@ from tensorlens.errors import TensorLensError
 from tensorlens.maps.baselines import HAS_RESIDUAL, average, block_matrices, rollout
 from tensorlens.memory import in_parts
 from tensorlens.models.precision import in_float64
-from tensorlens.studies.plain_states import plain_states, true_function
+from tensorlens.studies.plain_model import plain_states, true_function
 from tensorlens.tensor import AttentionTensor
 
 MOST_STATES = {"cuda": 64, "cpu": 8}

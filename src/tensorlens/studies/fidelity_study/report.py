@@ -11,7 +11,7 @@ import numpy as np
 from tensorlens.studies.fidelity_study.properties import LINES, mean_properties
 from tensorlens.studies.report import Section, Table, write_page
 from tensorlens.studies.runs import Run
-from tensorlens.views.study_figures.fidelity import error_curves, property_panels
+from tensorlens.views.study_figures import error_curves, property_panels
 
 ERRORS = ("tensor", "jacobian", "nothing")
 

@@ -14,12 +14,10 @@ from typing import Any
 from tensorlens.errors import MissingExtraError
 from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR
 from tensorlens.studies.perturbation_study.measures import RISING
-from tensorlens.studies.perturbation_study.report import LABELS, METRICS, TITLES, each_result
+from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
 from tensorlens.studies.relation_study.report import survival
 from tensorlens.studies.report import with_interval
-from tensorlens.studies.runs import best_first
-from tensorlens.views.study_figures.perturbation import perturbation_curves
-from tensorlens.views.study_figures.relations import relation_bars, start_curves
+from tensorlens.views.study_figures import perturbation_curves, relation_bars, start_curves
 
 NAMES = dict(zip(TENSOR, ("Norm", "In+Out", "In+Class"), strict=True)) | dict(
     zip(BASELINES, ("Attn", "W-Attn", "W-AttnResLN", "GlbEnc") * 2, strict=True)
@@ -52,7 +50,7 @@ def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, str]:
 def condition_rows(found: Mapping[str, Any], paper: Mapping[str, Mapping[str, str]], shown: Sequence[str]) -> Rows:
     """For each metric our numbers on both scales, then the paper's; columns are methods."""
     rows: Rows = []
-    for metric, label in METRICS.items():
+    for metric, label in METRIC_NAMES.items():
         result = found.get("most", {}).get(metric)
         if result is None:
             continue
@@ -113,16 +111,16 @@ def perturbation_texts(about: Mapping[str, Any], summary: Mapping[str, Any], sho
 def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, str]]:
     """Every method with its interval, and by how much the best of T is ahead of it."""
     rows = []
-    metrics = [metric for metric in METRICS if metric in found.get("most", {})]
+    metrics = [metric for metric in METRIC_NAMES if metric in found.get("most", {})]
     for name in (*shown, *CONTROLS):
         row = {"method": name}
         for metric in metrics:
             result = found["most"][metric]
             one, against = result["methods"].get(name), result.get("tensor_against_each", {}).get(name, {})
-            row[METRICS[metric]] = (
+            row[METRIC_NAMES[metric]] = (
                 "" if one is None else with_interval(one["auc"], one["interval"], one["n_units"], ".4g")
             )
-            row[f"{METRICS[metric]}: T is ahead by"] = (
+            row[f"{METRIC_NAMES[metric]}: T is ahead by"] = (
                 with_interval(against["advantage"], against["interval"], against["n"], "+.3g")
                 if against.get("n")
                 else ""
@@ -237,12 +235,9 @@ def write_figures(folder: Path, summary: dict[str, Any], methods: Sequence[str])
         if "conditions" in summary:
             for condition, order, metric, result in each_result(summary):
                 if order == "most":
-                    ranked = best_first(result["methods"], largest=metric in RISING)
-                    curves = {name: result["methods"][name]["curve"] for name in ranked}
-                    title = f"{condition}: {TITLES[order, metric]}"
-                    drawn[f"{condition}-{metric}".replace(", ", "-")] = perturbation_curves(
-                        curves, summary["grid"], title, LABELS[metric], methods
-                    )
+                    panel = curves_panel(f"{condition}: {TITLES[order, metric]}", order, metric, result)
+                    name = f"{condition}-{metric}".replace(", ", "-")
+                    drawn[name] = perturbation_curves([panel], summary["grid"], methods)
         elif summary["relations"]:
             drawn = {"relations": relation_bars(summary), "starting-layers": start_curves(summary)}
     except MissingExtraError as error:

@@ -34,8 +34,8 @@ from tensorlens.studies.perturbation_study.measures import (
     ranking,
 )
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.plain_model import Outputs, PlainModel
 from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
+from tensorlens.studies.plain_model import Outputs
 from tensorlens.tensor import AttentionTensor
 
 RANDOM = "control.random"
@@ -64,7 +64,6 @@ class Measurement:
 
     def __init__(self, lens: Lens, samples: Samples, options: PerturbationOptions) -> None:
         self.samples, self.options = samples, options
-        self.plain = PlainModel(lens, options.watch, options.batch_size)
         self.maps = GroupMaps(lens, [name for name in options.methods or () if name != RANDOM], options)
 
     def watched(self) -> str:
@@ -72,7 +71,7 @@ class Measurement:
         where = {"first": "the first token", "last": "the last token", "mean": "the mean of all tokens"}
         for index in range(len(self.samples)):
             try:
-                found = self.plain.run(self.samples.load(index).inputs)
+                found = self.samples.plain.run(self.samples.load(index).inputs, self.options.watch)
             except TensorLensError:  # it is skipped later, and says why
                 continue
             is_logits = found.logits is not None and torch.equal(found.logits, found.states)
@@ -138,7 +137,7 @@ class Measurement:
             by_shape.setdefault(tuple(value.shape for value in sample.inputs.values()), []).append(index)
         found: dict[int, Outputs] = {}
         for some in by_shape.values():
-            outputs = self.plain.run(_joined([samples[index].inputs for index in some]))
+            outputs = self.samples.plain.run(_joined([samples[index].inputs for index in some]), self.options.watch)
             found |= {index: outputs[place : place + 1] for place, index in enumerate(some)}
         for index in samples:
             if bool(found[index].states.isfinite().all()):
@@ -187,7 +186,7 @@ class Measurement:
             empty = torch.zeros(0, sample.n_tokens, dtype=torch.bool)
             masks[index], inverse = torch.cat([empty, *wanted]).unique(dim=0, return_inverse=True)
             places[index] = iter(inverse.split([len(part) for part in wanted]))
-        changes = changes_of(self.plain, self.samples, samples, clean, masks, replacement)
+        changes = changes_of(self.samples, samples, clean, masks, replacement, self.options.watch)
         return {
             index: {
                 preset: {
@@ -340,18 +339,19 @@ def _reason(error: TensorLensError) -> Missing:
 
 
 def changes_of(
-    plain: PlainModel,
     samples: Samples,
     loaded: Mapping[int, Sample],
     clean: Mapping[int, Outputs],
     masks: Mapping[int, Bool[Tensor, "copy token"]],
     replacement: str,
+    watch: str = "last",
 ) -> dict[int, Changes | Missing]:
     """For each sample how far each of its copies moves the output, by metric; or why that cannot be measured.
 
-    Copies of one shape share batches of `plain.batch_size` rows, whatever samples they are of. A batch is made when it
-    is run, so that no more than one is in memory.
+    Copies of one shape share batches, whatever samples they are of. A batch is made when it is run, so that no more
+    than one is in memory.
     """
+    plain = samples.plain
     found: dict[int, Changes | Missing] = {}
     places: dict[Hashable, list[tuple[int, int]]] = {}
     for index, sample in loaded.items():
@@ -372,7 +372,7 @@ def changes_of(
             del of_one_shape[: plain.batch_size]
             parts = [(index, [row for _, row in rows]) for index, rows in groupby(batch, key=lambda place: place[0])]
             copies = [samples.copies(loaded[index], masks[index][rows], replacement) for index, rows in parts]
-            outputs, start = plain.run(_joined(copies)), 0
+            outputs, start = plain.run(_joined(copies), watch), 0
             for index, rows in parts:
                 _put(found[index], rows, loaded[index].label, clean[index], outputs[start : start + len(rows)])
                 start += len(rows)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from tensorlens.errors import TensorLensError
 from tensorlens.lens import Lens
@@ -20,9 +20,8 @@ from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.options import checked_names, chosen_options
 from tensorlens.studies.perturbation_study.measuring import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.report import each_result, perturbation_report
+from tensorlens.studies.perturbation_study.report import each_result, perturbation_report, perturbation_summary
 from tensorlens.studies.perturbation_study.samples import Images, Samples, Texts
-from tensorlens.studies.perturbation_study.summary import perturbation_summary
 from tensorlens.studies.runs import Run, StudyResult, model_settings
 
 GROUP_SIZE = 16
@@ -30,22 +29,8 @@ MIN_GROUPS = 8
 """Groups into which even a small run is cut: several processes have to find work."""
 N_EXAMPLES = 3
 """Samples whose maps stand in the report."""
-SETTINGS = (
-    "methods",
-    "presets",
-    "replacements",
-    "grid",
-    "draw",
-    "watch",
-    "keep_first",
-    "absolute",
-    "raw_norms",
-    "seed",
-    "n_random",
-    "norm_probes",
-    "limit",
-)
-"""Options that the numbers depend on. Those about lengths and cuts are among the subject's own settings."""
+OF_THE_SAMPLES = ("n_tokens", "min_tokens", "cut", "column", "label", "split", "batch_size", "group_size")
+"""Options of which the samples speak themselves, or on which numbers depend by rounding alone."""
 
 
 @own_modes
@@ -100,7 +85,7 @@ def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOpti
     samples.check(replacements)
     presets = options.presets if samples.is_causal else ("strict",)
     watch = ("last" if samples.is_causal else "first") if options.watch == "auto" else options.watch
-    return replace(options, replacements=replacements, presets=presets, watch=watch)
+    return structs.replace(options, replacements=replacements, presets=presets, watch=watch)
 
 
 def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]:
@@ -115,7 +100,7 @@ def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]
 
 def _describe(lens: Lens, dataset: Dataset, samples: Samples, options: PerturbationOptions) -> dict[str, Any]:
     data = {"kind": dataset.kind, "n": len(dataset), "fingerprint": dataset.fingerprint} | samples.settings()
-    chosen = {name: getattr(options, name) for name in SETTINGS}
+    chosen = {name: value for name, value in structs.asdict(options).items() if name not in OF_THE_SAMPLES}
     return chosen | model_settings(lens) | {"data": data, "is_causal": samples.is_causal}
 
 

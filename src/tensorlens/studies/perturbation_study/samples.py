@@ -20,7 +20,7 @@ from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset, LazyImage
 from tensorlens.studies.perturbation_study.drawing import image_pieces, text_pieces, wrapping
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.plain_model import PlainModel
+from tensorlens.studies.plain_model import PlainModel
 
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
@@ -96,7 +96,7 @@ class Texts:
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
-        self.lens, self.options = lens, options
+        self.lens, self.options, self.plain = lens, options, PlainModel(lens, options.batch_size)
         self.tokenizer = tokenizer_of(lens.processor)
         if self.tokenizer is None:
             raise InputError(
@@ -108,7 +108,7 @@ class Texts:
         self.pieces, self._n_seen = text_pieces(self.tokenizer, data, options, self.n_tokens)
         self._labels = sorted(set(map(str, data.labels or ())))
         self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
-        self.is_causal = _is_causal(lens, self.ids)
+        self.is_causal = _is_causal(self.plain, self.ids)
         self._mean: Tensor | None = None
 
     def __len__(self) -> int:
@@ -196,9 +196,7 @@ class Texts:
             return
         masks = torch.zeros(1, sample.n_tokens, dtype=torch.bool)
         masks[0, sample.n_tokens // 2] = True
-        hidden, deleted = (
-            PlainModel(self.lens).run(self.copies(sample, masks, how)).states[0] for how in ("attention", "delete")
-        )
+        hidden, deleted = (self.plain.run(self.copies(sample, masks, how)).states[0] for how in ("attention", "delete"))
         if bool((hidden - deleted).abs().max() <= 1e-5 * hidden.abs().max()):
             raise InputError(
                 f"On `{type(self.lens.model).__name__}` the replacement `attention` closes the gap that a hidden token "
@@ -222,15 +220,15 @@ class Texts:
         return self._mean  # type: ignore[return-value]
 
 
-def _is_causal(lens: Lens, samples: Sequence[list[int]]) -> bool:
+def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
     """Whether the first output ignores all later tokens: tried, not read from the configuration."""
     ids = next((ids for ids in samples if len(ids) > 2), None)
     if ids is None:
         raise InputError("Expected a text of more than two tokens; got none. Pass longer texts.")
     # All other tokens change: one of many may be lost in a first output that averages over them.
     other = ids[0] if set(ids) != {ids[0]} else ids[0] - 1 if ids[0] else 1
-    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=lens.model.device)  # type: ignore[arg-type]
-    states = PlainModel(lens, "first").run({"input_ids": pair}).states
+    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=plain.lens.model.device)  # type: ignore[arg-type]
+    states = plain.run({"input_ids": pair}, "first").states
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
 
@@ -247,7 +245,7 @@ class Images:
     is_causal = False
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
-        self.lens, self.pieces = lens, image_pieces(data, options)
+        self.lens, self.pieces, self.plain = lens, image_pieces(data, options), PlainModel(lens, options.batch_size)
         self._labels = sorted(set(map(str, data.labels or ())))
         self._special: int | None = None
 
@@ -314,7 +312,7 @@ class Images:
 
     def _n_special(self, pixels: Tensor, n_patches: int) -> int:
         if self._special is None:
-            self._special = PlainModel(self.lens).n_tokens({"pixel_values": pixels}) - n_patches
+            self._special = self.plain.n_tokens({"pixel_values": pixels}) - n_patches
         return self._special
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from tensorlens.studies.intervals import interval, resampled_means
 from tensorlens.studies.report import Section, Table, with_interval, write_page
 from tensorlens.studies.runs import Run
-from tensorlens.views.study_figures.relations import CURVES, relation_bars, start_curves, start_points
+from tensorlens.views.study_figures import CURVES, relation_bars, start_curves, start_points
 
 METRICS = ("agreement", "match")
 

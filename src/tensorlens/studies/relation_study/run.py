@@ -20,7 +20,7 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
 from tensorlens.studies.options import Options, chosen_options
-from tensorlens.studies.plain_states import read_out
+from tensorlens.studies.plain_model import read_out
 from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
     EMBEDDING,

@@ -1,1 +1,0 @@
-"""Figures of studies, from their plain summaries; vector output for print."""
