@@ -227,7 +227,7 @@ class Run:
                 f"have other fields ({type(error).__name__}: {error}). Delete it and start again."
             ) from error
 
-    def write_whole(self, name: str, text: str) -> Path:
+    def write_text(self, name: str, text: str) -> Path:
         """Write a file into the folder, whole or not at all."""
         with self._writing():
             return write_whole(self.folder / name, text)
