@@ -1,6 +1,6 @@
 """Does the pair map of two sentences begin with the concept that they share?
 
-    python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian]
+    python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian] [--out bench/records/concepts-minilm.json]
 
 Sentences are made by template: each has three nouns, one of which names the same thing in both, in other words. The
 known pair is ranked among all pairs of words by size. Concepts, templates and distractors of the second half are new.
@@ -9,12 +9,15 @@ known pair is ranked among all pairs of words by size. Concepts, templates and d
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 import tensorlens as tl
@@ -61,7 +64,8 @@ BESIDE = (
     ("bottle ladder pencil carpet window basket candle hammer mirror button", "tunnel blanket wallet helmet scissors"),
     ("ribbon kettle magnet parcel saddle curtain pillow needle bucket shovel", "ticket engine shelf garden umbrella"),
 )
-MEMBERS = ("paper", "cp_lrp", "half_gate", "attn_lrp", "jacobian")
+MEMBERS = ("paper", "cp_lrp", "attn_lrp", "jacobian")
+"""Encoders without gates: `half_gate` is `paper` here."""
 PER_CONCEPT = 10
 
 
@@ -168,13 +172,9 @@ def ranks(lens: tl.Lens, items: list[Pair], members: tuple[str, ...]) -> dict[st
                 [k for k, label in enumerate(labels) if label.strip() in wanted]
                 for labels, wanted in ((made.out_tokens, rows), (made.in_tokens, columns))
             ]
-            labels = [
-                [made_labels[k].strip() for k in some]
-                for made_labels, some in zip((made.out_tokens, made.in_tokens), kept, strict=True)
-            ]
-            scores = made.scores[kept[0]][:, kept[1]]
+            scores = made.scores[kept[0]][:, kept[1]]  # in the order of the words
             title = f"pair map, {name}" + (" (as BiLRP)" if name == "jacobian" else "")
-            found.setdefault(title, []).append(rank(scores, labels[0], labels[1], item.known))
+            found.setdefault(title, []).append(rank(scores, rows, columns, item.known))
         for name, method in BASELINES.items():
             found.setdefault(name, []).append(rank(method(a, b), rows, columns, item.known))
     return found
@@ -195,18 +195,23 @@ def table(found: Mapping[str, list[int]]) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Print a table for each half."""
+    """Print a table for each half; write both into a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--rules", default=",".join(MEMBERS))
-    parser.add_argument("--halves", default="0,1")
+    parser.add_argument("--out", type=Path)
     asked: Any = parser.parse_args()
-    lens = tl.load(asked.model, attention="eager")
-    for half in map(int, asked.halves.split(",")):
+    lens, members = tl.load(asked.model, attention="eager"), tuple(asked.rules.split(","))
+    tables = {}
+    for half, name in enumerate(("to choose by", "held out")):
         items = list(pairs(half))[: asked.limit]
-        print(f"\n{asked.model}, {('to choose by', 'held out')[half]}, {len(items)} pairs\n")
-        print(markdown(table(ranks(lens, items, tuple(asked.rules.split(","))))), flush=True)
+        tables[name] = table(ranks(lens, items, members))
+        print(f"\n{asked.model}, {name}, {len(items)} pairs\n\n{markdown(tables[name])}", flush=True)
+    if asked.out is not None:
+        versions = {one.__name__: one.__version__ for one in (torch, transformers)}
+        record = {"model": asked.model, "device": "CPU", "versions": versions, "pairs": len(items), "tables": tables}
+        asked.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from tensorlens.models.pictures import Looking, find_pictures
 # A processor of transformers hands tensors to numpy in a way that it is told to leave.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-COUNTS = {"llava": 16, "qwen2.5-vl": 8, "gemma3": 4, "idefics3": 20, "paligemma": 16}
+COUNTS = {"llava": 16, "qwen2.5-vl": 8, "gemma3": 4, "idefics3": 20, "smolvlm": 20, "paligemma": 16}
 """Tokens for a picture of 30 × 20."""
 
 
@@ -70,6 +70,7 @@ def test_a_wide_picture_is_merged_tiled_or_cropped() -> None:
     assert boxes["qwen2.5-vl"][5] == (0.25, 0.5, 0.5, 1.0)  # 2 × 4 after merging
     assert boxes["idefics3"][4] == (0.5, 0.0, 0.75, 0.25)  # the first of the second tile
     assert boxes["idefics3"][-4:] == ((0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5), (0, 0.5, 0.5, 1), (0.5, 0.5, 1, 1))
+    assert boxes["smolvlm"] == boxes["idefics3"]
     assert boxes["gemma3"][1] == (0.5, 0.0, 1.0, 0.5)
     assert boxes["llava"][0] == pytest.approx((1 / 6, 0.0, 1 / 3, 0.25))  # a square is cropped out of 3 : 2
 
@@ -168,6 +169,10 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(tl.InputError, match=said) as caught:
             one.answer(prompt, [1])
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 320
+    gemma, options = lens_of("gemma3"), {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 4}
+    made = gemma.processor(text="<start_of_image> look", images=PICTURE, return_tensors="pt", **options)
+    with pytest.raises(tl.InputError, match="Leave `do_pan_and_scan` out"):
+        gemma.answer(made, ids("red"))
     answer = lens.answer(ask(PICTURE), ids("red"))
     for wrong in ((0, 2), {"sky": (0, 0, 2, 1)}, {"a": (0, 0, 1, 1), "b": (0, 0, 1, 1)}, "left"):
         with pytest.raises(tl.InputError, match="egions"):

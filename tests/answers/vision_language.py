@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import transformers as hf
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.models.smolvlm import processing_smolvlm
 
 import tensorlens as tl
 
@@ -18,7 +20,8 @@ MARKS = """
 <end_of_image> <image_soft_token> <fake_token_around_image> <global-img> <end_of_utterance>
 """
 SPECIAL = [*MARKS.split(), "\n\n", "\n", *(f"<row_{r}_col_{c}>" for r in range(1, 4) for c in range(1, 4))]
-WORDS = "what is on the table ? a red cup user assistant : look here".split()  # noqa: SIM905
+CROPS = "Here is the original image and here are some crops to help you see better"
+WORDS = [*dict.fromkeys(f"what is on the table ? a red cup user assistant : look here {CROPS}".split())]
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -96,16 +99,22 @@ def _llava() -> tuple[Any, Any]:
     return hf.LlavaForConditionalGeneration(config), processor
 
 
-class _WithoutVideo(hf.Qwen2_5_VLProcessor):
-    """Its video processor needs torchvision."""
+class _Unchecked:
+    """Video processors need torchvision."""
 
-    def check_argument_for_proper_class(self, *_: Any) -> None:  # type: ignore[override]
+    def check_argument_for_proper_class(self, *_: Any) -> None:
         return None
+
+
+class _QwenWithoutVideo(_Unchecked, hf.Qwen2_5_VLProcessor): ...
+
+
+class _SmolVLMWithoutVideo(_Unchecked, hf.SmolVLMProcessor): ...
 
 
 def _qwen() -> tuple[Any, Any]:
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
-    processor = _WithoutVideo(
+    processor = _QwenWithoutVideo(
         image_processor=hf.Qwen2VLImageProcessorPil(**sizes),
         tokenizer=tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>"),
         video_processor=None,
@@ -153,6 +162,21 @@ def _idefics3() -> tuple[Any, Any]:
     return hf.Idefics3ForConditionalGeneration(config), processor
 
 
+def _smolvlm() -> tuple[Any, Any]:
+    processing_smolvlm.num2words = str  # only videos need the package
+    processor = _SmolVLMWithoutVideo(
+        image_processor=hf.SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        tokenizer=tokenizer(image_token="<image>"),
+        video_processor=SimpleNamespace(num_frames=1, fps=1),
+        image_seq_len=4,
+        chat_template=template("<image>"),
+    )
+    config = hf.SmolVLMConfig(
+        vision_config=VISION, text_config=hf.LlamaConfig(**TEXT), image_token_id=ids("<image>")[0], scale_factor=2
+    )
+    return hf.SmolVLMForConditionalGeneration(config), processor
+
+
 def _paligemma() -> tuple[Any, Any]:
     image_processor = hf.SiglipImageProcessorPil(size={"height": 16, "width": 16})
     image_processor.image_seq_length = 16
@@ -175,6 +199,7 @@ TYPES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2.5-vl": _qwen,
     "gemma3": _gemma3,
     "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
     "paligemma": _paligemma,
 }
 

@@ -23,6 +23,7 @@ Box = tuple[float, float, float, float]
 WHOLE: Box = (0.0, 0.0, 1.0, 1.0)
 
 _TILE = re.compile(r"row_(\d+)_col_(\d+)")
+_CROPS = "here are some crops to help you see better"
 
 
 class Picture(NamedTuple):
@@ -110,10 +111,19 @@ class Looking(NamedTuple):
 
 
 def find_pictures(looking: Looking) -> tuple[Picture, ...]:
-    """Each picture with its tokens and the part that each of them covers."""
+    """Each picture with its tokens and the part that each of them covers.
+
+    Raises:
+        InputError: There are crops of Gemma 3, whose places in the picture are not known.
+    """
     n = len(looking.pictures)
     if not looking.positions:
         return ()
+    if _CROPS in " ".join(looking.between(0, looking.positions[-1]).split()):
+        raise InputError(
+            "The picture was cut into crops by pan and scan, and the processor does not report their places. Leave "
+            "`do_pan_and_scan` out."
+        )
     found = _by_sizes(looking) or _by_runs(looking) or [(tuple(looking.positions), None)]
     uris = (
         [data_uri(picture.convert("RGB")) for picture in looking.pictures] if len(found) == n else [None] * len(found)
