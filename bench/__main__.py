@@ -130,6 +130,7 @@ def passages(
     data: Annotated[Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles.")] = None,
     agentdojo: Annotated[Path | None, typer.Option(help="Folder of the package agentdojo, for injections.")] = None,
     members: Annotated[str, typer.Option(help="Rule sets, separated by commas.")] = "paper,half_gate,attn_lrp,gim",
+    targets: Annotated[str, typer.Option(help="What is explained.")] = "centred,raised,runner_up",
     lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt.")] = "512,1024,2048",
     items: Annotated[int, typer.Option(help="Items of each judge and length, at most.", min=1)] = 50,
     seconds: Annotated[float, typer.Option(help="Begin no item after this long.")] = 1e9,
@@ -140,10 +141,10 @@ def passages(
     tell(f"{judges} on {model}, into {out}; loading the model", at_once=True)
     from bench.passages import items as made
     from bench.passages.run import run, write_lines
-    from bench.passages.scores import RULES
+    from bench.passages.scores import RULES, TARGETS
 
     chosen, asked = checked(judges, ("documents", "needles", "injections", "context"), "judges"), []
-    chosen_rules = checked(members, RULES, "members")
+    chosen_rules, chosen_targets = checked(members, RULES, "members"), checked(targets, TARGETS, "targets")
     lens = reading.lens(model)
     if "documents" in chosen:
         asked += made.documents(items)
@@ -154,7 +155,7 @@ def passages(
         count = lambda text: len(lens.prepare(text).arguments["input_ids"][0])  # noqa: E731
         asked += made.needles(folder / "needles", folder / "wikitext-2" / "valid.txt", n_tokens, items, count)
     tell(f"{len(asked)} items", at_once=True)
-    n = run(lens, asked, out, rules=chosen_rules, seconds=seconds, tell=tell)
+    n = run(lens, asked, out, rules=chosen_rules, targets=chosen_targets, seconds=seconds, tell=tell)
     if "context" in chosen:
         from bench.passages.context_use import lines
 

@@ -54,6 +54,15 @@ def first(scores: np.ndarray, truth: np.ndarray) -> float:
     return float((truth[best] > 0).mean())
 
 
+def recovery(scores: np.ndarray, truth: np.ndarray) -> float:
+    """The share of right units among the highest fifth of all; those on a level at its end count by chance."""
+    n, right = -(-len(scores) // 5), truth > 0
+    least = np.sort(scores)[-n]
+    above, level = scores > least, scores == least
+    part = (n - above.sum()) / level.sum()
+    return float(((right & above).sum() + part * (right & level).sum()) / right.sum())
+
+
 def reciprocal_rank(scores: np.ndarray, truth: np.ndarray) -> float:
     """One over the rank of the first right unit; a tie counts as the mean over its orders."""
     top = scores[truth > 0].max()
@@ -94,7 +103,7 @@ KINDS = {
     "evidence": Kind("word", reciprocal_rank, "reciprocal rank of the word that decides", True),
     "documents": Kind("passage", first, "right sentence first", False),
     "needles": Kind("passage", first, "needle first", False),
-    "injections": Kind("passage", first, "injected passage first", False),
+    "injections": Kind("passage", recovery, "share of the injected tokens in the top 20 %", False),
     "context": Kind("context", ordered, "more from the context where it was used", False),
     "patching": Kind("component", correlation, "correlation with patching the model", False),
 }

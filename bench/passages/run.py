@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorlens as tl
 from bench.passages.items import Item
-from bench.passages.scores import RULES, scores_of
+from bench.passages.scores import RULES, TARGETS, scores_of
 
 
 def run(
@@ -19,6 +19,7 @@ def run(
     out: Path,
     *,
     rules: Sequence[str] = RULES,
+    targets: Sequence[str] = TARGETS,
     seconds: float = 1e9,
     tell: Callable[[str], None] = print,
 ) -> int:
@@ -33,8 +34,9 @@ def run(
                 continue
             if time.monotonic() - began > seconds:
                 break
-            scores = {key: [float(f"{one:.5g}") for one in some] for key, some in scores_of(lens, item, rules).items()}
-            truth = [float(k == item.right) for k in range(len(item.passages))]
+            truth, found = scores_of(lens, item, rules, targets)
+            digits = 3 if item.by_token else 5
+            scores = {key: [float(f"{one:.{digits}g}") for one in some] for key, some in found.items()}
             line = {"judge": item.judge, "set": item.set, "item": name, "truth": truth, "scores": scores}
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()

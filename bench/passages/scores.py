@@ -1,4 +1,4 @@
-"""Scores for the passages of a prompt: T with every rule set and every target, and what else people use.
+"""Scores for the passages of a prompt, or for their tokens: T with every rule set and target, and what else people use.
 
 The highest is to be the passage that the answer stands on. Targets: ``centred``, the sum of the answer's logits less
 their means; ``raised``, the same with each token weighted by how much the context raised its log-probability;
@@ -25,26 +25,37 @@ RULES = ("paper", "half_gate", "attn_lrp", "gim", "jacobian")
 TARGETS = ("centred", "raised", "runner_up")
 
 
-def scores_of(lens: tl.Lens, item: Item, rules: Sequence[str] = RULES) -> dict[str, list[float]]:
-    """By method, a score for each passage."""
+def scores_of(
+    lens: tl.Lens, item: Item, rules: Sequence[str] = RULES, targets: Sequence[str] = TARGETS
+) -> tuple[list[float], dict[str, list[float]]]:
+    """What is right, and by method a score, for each passage or token."""
     found: dict[str, list[float]] = {}
     weights: Tensor | None = None
+    truth, units = list[float](), list[Group]()
     for name in rules:
         answer = lens.with_rules(name).answer(item.prompt, item.answer)
-        groups = _columns(answer, item)
         if weights is None:
+            passages = _passages(answer, item)
+            of = [
+                (k, one)
+                for k, group in enumerate(passages)
+                for one in ([[j] for j in group.tokens] if item.by_token else [group.tokens])
+            ]
+            units = [Group(str(i), tuple(tokens)) for i, (_, tokens) in enumerate(of)]
+            truth = [float(k == item.right) for k, _ in of]
             weights = raised(lens, answer, item)
+            found |= {"mean attention": mean_attention(lens, answer, units)}
+            found |= token_controls(answer, units) if item.by_token else controls(answer.text, item)
         recording, first = answer.tensor.operator.recording, answer.positions.start
-        for target in TARGETS:
+        taken = {j for one in units for j in one.tokens}
+        groups = [*units, Group("rest", tuple(j for j in range(len(answer.tensor.tokens)) if j not in taken))]
+        for target in targets:
             kind = "centred" if target == "raised" else target
             made = make_targets(recording, answer.ids, first, kind)
             row = weights[None] if target == "raised" else torch.ones(1, len(answer.ids))
             given = shares(answer.tensor.operator, made, row.to(answer.tensor.device), groups, "pulls")
-            found[f"{name}, {target}"] = given.scores[0, : len(item.passages)].tolist()
-        if name == rules[0]:
-            found |= {"mean attention": mean_attention(lens, answer, groups[: len(item.passages)])}
-            found |= controls(answer.text, item)
-    return found
+            found[f"{name}, {target}"] = given.scores[0, : len(units)].tolist()
+    return truth, found
 
 
 def raised(lens: tl.Lens, answer: Any, item: Item) -> Tensor:
@@ -84,6 +95,15 @@ def controls(answer: str, item: Item) -> dict[str, list[float]]:
     }
 
 
+def token_controls(answer: Any, tokens: Sequence[Group]) -> dict[str, list[float]]:
+    """The same for tokens: those that the answer has too, and the latest."""
+    ids, own = answer.prompt.ids, set(answer.ids)
+    return {
+        "control: words of the answer": [float(ids[one.tokens[0]] in own) for one in tokens],
+        "control: last token": [float(k) for k in range(len(tokens))],
+    }
+
+
 def bm25(query: str, passages: Sequence[str], k1: float = 1.2, b: float = 0.75) -> list[float]:
     r"""Okapi BM25, $\sum_w \mathrm{idf}_w f_w (k_1 + 1) / (f_w + k_1 (1 - b + b n / \bar n))$."""
     texts = [Counter(_words(one)) for one in passages]
@@ -101,13 +121,10 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def _columns(answer: Any, item: Item) -> list[Group]:
-    """The tokens of each passage without the very first token, then those of no passage."""
+def _passages(answer: Any, item: Item) -> list[Group]:
+    """The tokens of each passage without the very first token."""
     meta = {"text": answer.prompt.text, "offsets": [pair and list(pair) for pair in answer.prompt.offsets]}
     made = find_groups(item.groups(), answer.tensor.tokens[: answer.n_prompt_tokens], meta)
     by_label = {one.label: one for one in made}
     groups = [by_label[label] for label, *_ in item.groups()]
-    groups = [one._replace(tokens=tuple(j for j in one.tokens if j)) for one in groups]
-    taken = {j for one in groups for j in one.tokens}
-    rest = tuple(j for j in range(len(answer.tensor.tokens)) if j not in taken)
-    return [*groups, Group("rest", rest)]
+    return [one._replace(tokens=tuple(j for j in one.tokens if j)) for one in groups]

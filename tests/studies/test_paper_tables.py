@@ -126,30 +126,39 @@ def made(folder, name, data=None, *, limit=4, **options):
     return lines, (folder / "out" / "table.md").read_text()
 
 
-def watched_state(model, ids, place):
-    """X^N at one token, and the logits, by the model alone."""
+def watched_state(model, inputs, place):
+    """X^N at one token, and the logits that decide, by the model alone."""
     kept = {}
     if hasattr(model, "decoder"):  # one module does everything: what the unembedding reads
         read = model.decoder.to_words.register_forward_pre_hook
         hook = read(lambda module, args: kept.update(state=args[0]))
     else:
         hook = model.base_model.register_forward_hook(lambda module, args, output: kept.update(state=output[0]))
-    output = model(**ids)
+    logits = model(**inputs).logits[0]
     hook.remove()
-    return kept["state"][0, place], output.logits
+    return kept["state"][0, place], logits if logits.dim() == 1 else logits[-1]
 
 
-def curve_by_hand(model, ids, scores, maskable, mask_id, place):
-    """HS-MSE at 0, 20 and 40 % of the maskable tokens, highest scores first."""
-    clean, _ = watched_state(model, {"input_ids": ids}, place)
+def curves_by_hand(model, clean, masked, scores, maskable, place, label):
+    """HS-MSE, drop of probability and accuracy at 0, 20 and 40 % of the maskable tokens, highest scores first."""
+    state, logits = watched_state(model, clean, place)
+    best = int(logits.argmax())
     order = sorted(maskable, key=lambda token: (-float(scores[token]), token))
-    curve = [0.0]
+    found = {"hs_mse": [0.0], "aopc": [0.0], "accuracy": [float(best == label)]}
     for share in (0.2, 0.4):
-        other = ids.clone()
-        other[0, order[: math.ceil(round(share * len(maskable), 9))]] = mask_id
-        changed, _ = watched_state(model, {"input_ids": other}, place)
-        curve.append(float((changed - clean).square().mean()))
-    return curve
+        changed, other = watched_state(model, masked(order[: math.ceil(round(share * len(maskable), 9))]), place)
+        found["hs_mse"].append(float((changed - state).square().mean()))
+        found["aopc"].append(float(logits.softmax(-1)[best] - other.softmax(-1)[best]))
+        found["accuracy"].append(float(int(other.argmax()) == label))
+    return found | {"abs_aopc": [abs(value) for value in found["aopc"]]}
+
+
+def check_curves(line, condition, method, expected):
+    """The curves of a line are those by hand."""
+    found = line["conditions"][condition][method]["most"]
+    assert found.keys() == expected.keys()
+    for metric, curve in expected.items():
+        assert found[metric] == pytest.approx(curve, rel=1e-3, abs=1e-6), metric
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gemma3", "pythia", "phi", "pico"])
@@ -187,14 +196,16 @@ def test_tables_of_texts(tmp_path, name):
             ids = torch.tensor([stream[10 * number : 10 * number + 10]])
             assert line["label"] == stream[10 * number + 10]
         maskable = list(range(1, 9)) if is_encoder else list(range(10))
+
+        def masked(tokens, ids=ids):
+            other = ids.clone()
+            other[0, tokens] = own.mask_token_id
+            return {"input_ids": other}
+
         scores = model({"input_ids": ids}).map("tensor.in_out", place).scores[0]
-        expected = curve_by_hand(model.model, ids, scores, maskable, own.mask_token_id, place)
-        found = line["conditions"][condition]["tensor.in_out"]["most"]
-        assert found["hs_mse"] == pytest.approx(expected, rel=1e-3, abs=1e-7)
-        assert [abs(value) for value in found["aopc"]] == pytest.approx(found["abs_aopc"])
-        logits = model.model(input_ids=ids).logits
-        best = logits[0].argmax(-1) if has_reviews else logits[0, -1].argmax(-1)
-        assert found["accuracy"][0] == float(int(best) == int(line["label"]))
+        label = int(line["label"])
+        expected = curves_by_hand(model.model, {"input_ids": ids}, masked, scores, maskable, place, label)
+        check_curves(line, condition, "tensor.in_out", expected)
     heights = [
         np.trapezoid(one["conditions"][condition]["tensor.in_out"]["most"]["hs_mse"], [0, 0.2, 0.4]) for one in lines
     ]
@@ -236,16 +247,23 @@ def test_tables_of_pictures(tmp_path, name):
     lines, table = made(tmp_path, name, limit=6)
     assert sorted(line["label"] for line in lines) == ["0", "0", "1", "1", "2", "2"]
     assert {line["label"] for line in lines[:3]} == {"0", "1", "2"}  # one of each class before the second of any
-    model, processor = (
-        tl.load(str(tmp_path / "model"), device="cpu").model,
+    lens, processor = (
+        tl.load(str(tmp_path / "model"), device="cpu"),
         hf.ViTImageProcessor(size={"height": 8, "width": 8}),
     )
     for line in lines:
-        pixels = processor(Image.open(tmp_path / "data" / "imagenet" / line["name"]), return_tensors="pt")[
-            "pixel_values"
-        ]
-        best = int(model(pixel_values=pixels).logits.argmax())
-        assert line["conditions"]["black"]["mean.attn"]["most"]["accuracy"][0] == float(best == int(line["label"]))
+        given = processor(Image.open(tmp_path / "data" / "imagenet" / line["name"]), return_tensors="pt")
+
+        def masked(patches, given=given):
+            other = given["pixel_values"].clone()
+            for patch in patches:  # 2 × 2 of them after [CLS] and the token of distillation; black is 0 before scaling
+                row, column = divmod(patch - 2, 2)
+                other[..., 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = -1.0
+            return {"pixel_values": other}
+
+        scores = lens(given).map("tensor.in_out", 0).scores[0]
+        expected = curves_by_hand(lens.model, given, masked, scores, [2, 3, 4, 5], 0, int(line["label"]))
+        check_curves(line, "black", "tensor.in_out", expected)
     assert "accuracy ↓" in table
 
 
