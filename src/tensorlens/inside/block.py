@@ -180,6 +180,12 @@ class Block:
         experts = [] if write.mixtures else [rows.slot for rows in self.experts]
         return list(dict.fromkeys([*([head.slot] if head else []), *([] if neurons is None else [neurons]), *experts]))
 
+    def taken_by(self, path: str) -> list[int]:
+        """The slots that a module of the block takes in."""
+        steps = [step for step in self.program.steps if f"{step.module}.".startswith(f"{path}.")]
+        made = {step.out for step in steps}
+        return list(dict.fromkeys(slot for step in steps for slot in step.slots if slot not in made))
+
     @cached_property
     def marked(self) -> list[int]:
         """The slots that questions ask about: states, sums, writes, heads, neurons, experts."""

@@ -101,9 +101,7 @@ def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
 def _taken_in(block: Block, write: Write) -> int:
     """The one slot that the module behind a write takes in."""
     for path in reversed([module.path for module in block.recording.modules if module.slot == write.slot]):
-        steps = [step for step in block.program.steps if f"{step.module}.".startswith(f"{path}.")]
-        made = {step.out for step in steps}
-        taken = list(dict.fromkeys(slot for step in steps for slot in step.slots if slot not in made))
+        taken = block.taken_by(path)
         if len(taken) == 1:
             return taken[0]
     raise MethodError(

@@ -130,6 +130,11 @@ class CircuitWiring:
         found[n] = True
         return found
 
+    def reads_one_state(self, reader: Part) -> bool:
+        """Whether the module of a feed-forward takes one state and nothing else that depends on the input."""
+        block, path = self.run.block(reader.block), self.write_seats[reader.write.slot].path
+        return not reader.write.mixtures and len(block.taken_by(path)) == 1
+
     # Cotangents -------------------------------------------------------------------------------------------------------
 
     def cotangents(self, run: Pass) -> tuple[Tensor, Tensor]:
@@ -250,20 +255,31 @@ class _Judged:
 
         def gave(output: Any) -> Any:
             state = state_of(output)
-            rows = state.reshape(self.n_circuits, self.width, *written.shape[1:])
-            moved = rows[:, own] - rows[:1, own]
+            rows = state.reshape(self.n_circuits, -1, *written.shape[1:])
+            found = rows if rows.shape[1] == 1 else rows[:, own]
+            moved = found - found[:1]
             self.moved[:, writers] = moved
-            if not later:
+            if not later and found is not rows:
                 return None
-            rows = rows.clone()
+            rows = rows.expand(-1, self.width, -1, -1).clone()
             for row in later:
                 rows[:, row] = written + torch.einsum("cw,cwij->cij", self.kept[:, start + row, writers], moved)
-            return replace_state(output, state, rows.reshape(state.shape))
+            return replace_state(output, state, rows.reshape(-1, *state.shape[1:]))
 
-        self.given[wiring.module(wiring.write_seats[slot])] = gave
-        mixture = readers[own[0]].slot
+        module, mixture = wiring.module(wiring.write_seats[slot]), readers[own[0]].slot
+        self.given[module] = gave
         if mixture != slot:
             self.taken[wiring.module(wiring.head_seats[mixture])] = self._one_head_each(mixture, own)
+        elif wiring.reads_one_state(readers[own[0]]):
+            self.taken[module] = self._own_row(own[0])
+
+    def _own_row(self, row: int) -> AtModule:
+        """Run a module on the rows of its own reader alone: what it gives in others is not used."""
+
+        def own(x: Tensor) -> Tensor:
+            return x.reshape(self.n_circuits, self.width, -1, *x.shape[1:])[:, row].flatten(0, 1).contiguous()
+
+        return own
 
     def _one_head_each(self, mixture: int, own: list[int]) -> AtModule:
         """Leave each row of a head its own head alone."""
