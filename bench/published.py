@@ -1,13 +1,15 @@
-"""The tables of docs/what-to-use.md and docs/leaderboard.md, each cell from the records in `bench/records`."""
+"""The tables of docs/what-to-use.md, leaderboard.md and how-to/circuits.md, each cell from `bench/records`."""
 
 from __future__ import annotations
 
 from statistics import mean
 
-from bench.records import KINDS, Records, Row, chance, is_ours, less, read, rows
+from bench.records import FOLDER, KINDS, Records, Row, chance, is_ours, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
+from tensorlens.inside.faithfulness import Faithfulness, faithfulness_of
+from tensorlens.recording.conventions import RULE_SETS
 
-PAGES = (DOCS / "what-to-use.md", DOCS / "leaderboard.md")
+PAGES = (DOCS / "what-to-use.md", DOCS / "leaderboard.md", DOCS / "how-to" / "circuits.md")
 PICTURE = DOCS / "assets" / "scaling.svg"
 MILLIONS = {"smollm2-135m": 135, "gemma3-270m": 268, "qwen2.5-coder-0.5b": 494, "qwen2.5-coder-1.5b": 1544}
 """Parameters of each model of the picture."""
@@ -16,8 +18,10 @@ SHOWN = 10
 
 
 def block(key: str) -> str | None:
-    """What belongs between the marks of a key: ``use QUESTION`` or ``judge NAME``."""
+    """What belongs between the marks of a key: ``use QUESTION``, ``judge NAME`` or ``circuits ORDER``."""
     kind, _, name = key.partition(" ")
+    if kind == "circuits":
+        return circuit_tables(name)
     runs = [one for one in read() if name in (one.judge, KINDS[one.judge].question)]
     if not runs:
         return None
@@ -80,6 +84,48 @@ def _use(run: Records, method: str) -> dict[str, str]:
     return cells
 
 
+# Circuits -------------------------------------------------------------------------------------------------------------
+
+
+def circuit_tables(order: str) -> str:
+    """A table per model: the areas of circuits in this order, by the way in which their edges were scored."""
+    parts = [f"Smallest mean CMD of a rule set: **{chosen_for_circuits()}**"] if order == "magnitude" else []
+    for run in read(FOLDER / "circuits"):
+        found = judged_circuits(run, order)
+        drawn = []
+        for way in dict.fromkeys(way for _, way in found):
+            cells = {"scored by": f"`{way}`" if way in RULE_SETS else way}
+            for (set_, other), one in found.items():
+                if other == way:
+                    name = f"{set_.replace('_', '-')} ({one.n_pairs} pairs)"
+                    cells[f"CPR, {name}"] = ranged(one.cpr, *one.interval)
+                    cells[f"CMD, {name}"] = ranged(one.cmd, *one.cmd_interval)
+            drawn.append(cells)
+        if drawn:
+            parts.append(f"**{run.model}**, {run.lines[0]['edges']:,} edges. {run.about['ran']}.\n\n{markdown(drawn)}")
+    return "\n\n".join(parts)
+
+
+def judged_circuits(run: Records, order: str) -> dict[tuple[str, str], Faithfulness]:
+    """By set of pairs and way of scoring."""
+    curves: dict[tuple[str, str], list[list[float]]] = {}
+    for line in run.lines:
+        for way, f in line["f"].get(order, {}).items():
+            curves.setdefault((line["set"], way), []).append(f)
+    shares = run.lines[0]["shares"]
+    return {key: faithfulness_of(some, shares, unit="edges", size=0) for key, some in sorted(curves.items())}
+
+
+def chosen_for_circuits() -> str:
+    """The rule set with the smallest mean CMD over all models and sets, circuits ordered by magnitude."""
+    found: dict[str, list[float]] = {}
+    for run in read(FOLDER / "circuits"):
+        for (_, way), one in judged_circuits(run, "magnitude").items():
+            if way in RULE_SETS:
+                found.setdefault(way, []).append(one.cmd)
+    return min(found, key=lambda way: mean(found[way]))
+
+
 def draw() -> None:
     """The held-out scores for words over the size of the model: the main rule sets and the best baseline or control."""
     import matplotlib.pyplot as plt
@@ -108,7 +154,8 @@ def everything() -> str:
     """Every table, for a terminal."""
     questions = dict.fromkeys(KINDS[one.judge].question for one in read())
     parts = [f"# {question}\n\n{block(f'use {question}')}" for question in questions]
-    return "\n\n".join(parts + [judge_table(one) for one in read()])
+    orders = [f"# circuits by {order}\n\n{circuit_tables(order)}" for order in ("magnitude", "signed")]
+    return "\n\n".join(parts + [judge_table(one) for one in read()] + orders)
 
 
 def write() -> None:

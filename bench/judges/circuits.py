@@ -1,26 +1,29 @@
-"""CPR and CMD of circuits: every rule set, integrated gradients and random edges, on pairs of prompts.
+"""Circuits of every rule set, of integrated gradients and of random edges: what they recover, pair by pair.
 
-`python -m bench.judges.circuits MODEL PAIRS [--limit N]`; PAIRS is a folder with ioi.csv and greater_than.csv. Circuits
-are scored pair by pair, and judged by running the model with everything outside of them corrupted.
+`python -m bench.judges.circuits MODEL PAIRS --about WHERE`; PAIRS is a folder with ioi.csv and greater_than.csv. Each
+pair is a line of bench/records/circuits/MODEL.jsonl.gz, and pairs that are there are not run again. `python -m bench
+tables` prints CPR and CMD of these files.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import tensorlens as tl
 from bench.judges.pairs import patching_pairs
-from tensorlens.errors import TensorLensError
-
-MEMBERS = ("paper", "half_gate", "attn_lrp", "gim", "jacobian")
+from bench.records import FOLDER
+from tensorlens.inside.circuit import Order
+from tensorlens.studies.options import MEMBERS
 
 
 def circuits(lens: tl.Lens, item: Any) -> Iterator[tuple[str, Callable[[], tl.Circuit]]]:
@@ -38,33 +41,46 @@ def circuits(lens: tl.Lens, item: Any) -> Iterator[tuple[str, Callable[[], tl.Ci
     yield "random", random
 
 
+def line_of(lens: tl.Lens, item: Any, orders: Sequence[Order]) -> dict[str, Any]:
+    """What circuits of one pair recover at every share: by order, then by the way in which they were scored."""
+    shares, n_edges, found = list[float](), 0, {order: dict[str, list[float]]() for order in orders}
+    for name, make in circuits(lens, item):
+        circuit = make()
+        n_edges = circuit.size
+        for order in orders:
+            judged = circuit.faithfulness(order=order, progress=False)
+            shares = [share for share, _ in judged.curve]
+            found[order][name] = [round(f, 5) for f in judged.pairs[0]]
+            sys.stderr.write(f"{item.name} {name}, {order}: CPR {judged.cpr:.3f}, CMD {judged.cmd:.3f}\n")
+    return {"set": item.set, "item": item.name, "edges": n_edges, "shares": shares, "f": found}
+
+
 def main() -> None:
-    """Print a line for every way and set."""
+    """Judge the pairs that are not there yet, the sets in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("pairs", type=Path)
-    parser.add_argument("--limit", type=int, default=2)
+    parser.add_argument("--about", required=True, help="Device and precision, in words.")
+    parser.add_argument("--limit", type=int, default=5, help="Pairs of each set, at most.")
     parser.add_argument("--seconds", type=float, default=1e9, help="Begin no further pair after so long.")
+    parser.add_argument("--order", action="append", choices=get_args(Order), help="Magnitude if left out.")
+    parser.add_argument("--out", type=Path, default=FOLDER / "circuits")
     parser.add_argument("--device")
     given = parser.parse_args()
     lens = tl.load(given.model, **({} if given.device is None else {"device": given.device}))
-    found: dict[tuple[str, str, str], list[tl.Faithfulness]] = {}
     began, items = time.monotonic(), patching_pairs(lens, given.pairs, limit=given.limit).items
-    for item in sorted(items, key=lambda one: int(one.name.rpartition(":")[2])):  # the sets in turn
-        if time.monotonic() - began > given.seconds:
-            break
-        for name, make in circuits(lens, item):
-            try:
-                circuit = make()
-                for order in ("magnitude", "signed"):
-                    judged = circuit.faithfulness(order=order, progress=False)
-                    found.setdefault((item.set, name, order), []).append(judged)
-                    sys.stderr.write(f"{item.name} {name} {order} CPR {judged.cpr:.3f} CMD {judged.cmd:.3f}\n")
-            except TensorLensError as error:
-                sys.stderr.write(f"{item.name} {name}: {error}\n")
-    for (set_, name, order), some in sorted(found.items()):
-        cpr, cmd = (sum(getattr(one, area) for one in some) / len(some) for area in ("cpr", "cmd"))
-        sys.stdout.write(f"| {set_} | {name} | {order} | {cpr:.3f} | {cmd:.3f} | {len(some)} |\n")
+    path: Path = given.out / f"{given.model}.jsonl.gz"
+    lines = [{"model": given.model, "ran": given.about}]
+    if path.exists():
+        lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    known = {line.get("item") for line in lines}
+    for item in sorted(items, key=lambda one: int(one.name.rpartition(":")[2])):
+        if item.name in known or time.monotonic() - began > given.seconds:
+            continue
+        lines.append(line_of(lens, item, given.order or ["magnitude"]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line, sort_keys=True, allow_nan=False) + "\n" for line in lines)
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 if __name__ == "__main__":

@@ -149,6 +149,21 @@ def test_the_model_does_not_run_for_a_click(model):
         assert n_runs
 
 
+def test_a_circuit_is_that_of_the_library(client):
+    """The text against another one, for the target of the inside."""
+    asked = {"model": "gpt2", "text": SENTENCE, "corrupted": SENTENCE.replace("cat", "dog"), "rules": "jacobian"}
+    event = events(client.post("/api/circuit", json=asked))[-1]
+    assert event["type"] == "done", event
+    lens = load("gpt2").with_rules("jacobian")
+    expected = tl.circuit(lens, asked["text"], asked["corrupted"], progress=False)
+    f = expected.faithfulness([share for share, _ in event["curve"]], progress=False)
+    assert [f for _, f in event["curve"]] == pytest.approx([f for _, f in f.curve], abs=1e-6)
+    assert event["cpr"] == pytest.approx(f.cpr) and event["size"] == expected.size
+    assert len(event["inside"]["graph"]["edges"]) == round(0.005 * expected.size) > 0
+    longer = events(client.post("/api/circuit", json=asked | {"corrupted": f"{SENTENCE} and the mat"}))[-1]
+    assert "same length" in longer["message"]
+
+
 def test_downloads_are_the_files_of_the_library(client, tmp_path):
     event = last(client, method="tensor.in_out")
     for kind in ("html", "json", "csv", "safetensors", "png", "svg"):

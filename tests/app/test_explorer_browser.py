@@ -268,6 +268,20 @@ def test_a_map_that_was_replaced_is_let_go(open_tab):
     assert tab.evaluate("window.first.deref() === undefined")
 
 
+def test_a_circuit_between_two_texts(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
+    mapped(tab)
+    tab.get_by_label("Another text").fill("The dog sat on the mat")
+    tab.get_by_role("button", name="Find the circuit").click()
+    expect(tab.locator(".recovered caption")).to_contain_text(re.compile(r"CPR -?[\d.]+, CMD [\d.]+"))
+    rows = tab.locator(".recovered tr")
+    assert rows.count() == 6 and rows.last.inner_text().split() == ["100.0", "%", "100.0", "%"]
+    expect(tab.locator(".inside-host .graph-tools .size")).to_contain_text("edges")
+    tab.get_by_label("Another text").fill("The dog")
+    tab.get_by_role("button", name="Find the circuit").click()
+    expect(tab.locator(".inside .problem")).to_contain_text("same length")
+
+
 def test_look_inside_says_in_words_what_heads_do(open_tab):
     tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
     mapped(tab)

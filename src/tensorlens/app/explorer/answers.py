@@ -15,9 +15,19 @@ from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_picture
+from tensorlens.app.explorer.questions import (
+    AblateAsk,
+    AnswerAsk,
+    Ask,
+    CircuitAsk,
+    OpenAsk,
+    SimilarAsk,
+    WhyAsk,
+    read_picture,
+)
 from tensorlens.app.explorer.rows import compute_map
 from tensorlens.errors import InputError
+from tensorlens.inside.circuit import circuit
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
@@ -30,6 +40,8 @@ from tensorlens.views.page import payload
 
 INSIDE_NODES = 80
 """Nodes of a graph: what a reader can take in, within seconds on a CPU."""
+CIRCUIT_SHARES = (0.005, 0.02, 0.1, 0.3)
+"""Sizes at which a circuit is tested, beside nothing and everything; the first is drawn."""
 ANSWERS_KEPT = 2
 
 
@@ -124,6 +136,18 @@ class Answers:
         (T, _, _), place = self._looked_at(job, ask), (ask.block, ask.head, ask.query, ask.key)
         job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}", done=None)
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
+
+    def circuit(self, job: Job, ask: CircuitAsk) -> Event:
+        """Which edges carry what this text has over another one, and how much circuits of them recover."""
+        T, place, target = self._looked_at(job, ask)
+        lens = self._lens(job, ask.model).with_rules(T.operator.recording.rules)
+        clean, corrupted = (_as_text(lens, text, self.limits) for text in (ask.text or "", ask.corrupted))
+        job.tell("progress", stage="Scoring every edge", done=None)
+        found = circuit(lens, clean, corrupted, target, out_token=place, progress=False)
+        job.tell("progress", stage="Running the model with everything else corrupted", done=None)
+        f = found.faithfulness(CIRCUIT_SHARES, progress=False)
+        drawn = found.select(share=CIRCUIT_SHARES[0]).graph().payload()
+        return {"type": "done", "inside": drawn, "curve": f.curve, "cpr": f.cpr, "cmd": f.cmd, "size": f.size}
 
     def _looked_at(self, job: Job, ask: Ask) -> tuple[AttentionTensor, int, Any]:
         """The operator, the output and the target of questions about the inside of the model."""

@@ -112,6 +112,19 @@ class WhyAsk(Ask, frozen=True, kw_only=True):
     key: Whole
 
 
+class CircuitAsk(Ask, frozen=True, kw_only=True):
+    """What carries the difference between the text of a map and another one with as many tokens."""
+
+    corrupted: str
+
+    def check(self, limits: Limits) -> None:
+        """Refuse a picture, and texts that are empty or too long."""
+        super().check(limits)
+        if self.text is None:
+            raise InputError("A circuit is between two texts. Type a text in place of the picture.")
+        _check_texts(limits, self.corrupted)
+
+
 class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
     """What someone wants to know about an answer.
 

@@ -24,7 +24,16 @@ from tensorlens.app.explorer.doors import Access, Guard, StrictJson
 from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
 from tensorlens.app.explorer.library import Library, can_answer, input_kind
 from tensorlens.app.explorer.limits import Limits
-from tensorlens.app.explorer.questions import AblateAsk, AnswerAsk, Ask, OpenAsk, SimilarAsk, WhyAsk, read_question
+from tensorlens.app.explorer.questions import (
+    AblateAsk,
+    AnswerAsk,
+    Ask,
+    CircuitAsk,
+    OpenAsk,
+    SimilarAsk,
+    WhyAsk,
+    read_question,
+)
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.files import to_json
 from tensorlens.maps.methods import METHODS
@@ -55,6 +64,7 @@ _ASKED: dict[str, type[OpenAsk]] = {
     "inside": Ask,
     "ablate": AblateAsk,
     "why": WhyAsk,
+    "circuit": CircuitAsk,
     "answer": AnswerAsk,
     "similar": SimilarAsk,
 }

@@ -1,7 +1,7 @@
 // From a map to where in the model: heads, flow and graph of the same question, and the model without one of them.
 
 import { ask } from "./api.js";
-import { percent } from "./controls.js";
+import { field, percent } from "./controls.js";
 
 const { element, button, visible, formatNumber, Inside } = window.TensorLens;
 
@@ -11,9 +11,14 @@ export class InsidePanel {
     this.opener = button("Look inside", "Look inside: heads, feed-forwards, the flow over depth, and the graph of this target", () => this.open());
     this.told = element("span", { class: "stage", role: "status" });
     this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
-    this.host = element("div", { class: "inside-host embedded" });
-    this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.told, this.problem, this.host]);
-    this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
+    this.host = element("div");
+    this.corrupted = element("input", { type: "text", dir: "auto", placeholder: "This text with something changed, and as many tokens" });
+    const compare = button("Find the circuit", "Find the circuit: which edges carry what this text has over the other one?", () => this.openCircuit());
+    const other = element("form", { class: "compared" }, [field("Another text", this.corrupted, "wide"), compare]);
+    other.addEventListener("submit", (event) => event.preventDefault());
+    this.recovered = element("table", { class: "recovered", hidden: "" });
+    this.circuit = element("div");
+    this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.told, this.problem, this.host, other, this.recovered, this.circuit]);
   }
 
   // A new map: what is inside has to be asked for anew.
@@ -22,12 +27,30 @@ export class InsidePanel {
     this.told.textContent = "";
     this.node.hidden = !isThere;
     this.opener.hidden = false;
-    this.problem.hidden = true;
-    this.host.replaceWith((this.host = this.host.cloneNode(false)));
+    this.problem.hidden = this.recovered.hidden = true;
+    for (const part of ["host", "circuit"]) this[part].replaceWith((this[part] = element("div", { class: "inside-host embedded" })));
     this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
   }
 
-  async open() {
+  open() {
+    return this.put("/api/inside", {}, ({ inside }) => {
+      this.opener.hidden = true;
+      new Inside(this.host, inside);
+    });
+  }
+
+  openCircuit() {
+    return this.put("/api/circuit", { corrupted: this.corrupted.value }, ({ inside, curve, cpr, cmd, size }) => {
+      const share = (x) => `${(100 * x).toFixed(1)} %`;
+      const line = ([kept, f]) => element("tr", {}, [share(kept), element("meter", { min: "0", max: "1", value: String(f) }), share(f)].map((one) => element("td", {}, [one])));
+      const caption = `What the best of ${size} edges recover in the model, everything else as for the other text: CPR ${cpr.toFixed(2)}, CMD ${cmd.toFixed(2)}`;
+      this.recovered.replaceChildren(element("caption", { text: caption }), ...curve.map(line));
+      this.recovered.hidden = false;
+      new Inside(this.circuit, inside);
+    });
+  }
+
+  async put(path, more, show) {
     const mine = (this.asked = this.question());
     this.problem.hidden = true;
     try {
@@ -36,10 +59,8 @@ export class InsidePanel {
         this.say(event);
       };
       this.told.textContent = "Asking …";
-      const { inside } = await ask("/api/inside", mine, { hear });
-      if (this.asked !== mine) return; // it is of the map before
-      this.opener.hidden = true;
-      new Inside(this.host, inside);
+      const found = await ask(path, { ...mine, ...more }, { hear });
+      if (this.asked === mine) show(found); // otherwise it is of the map before
     } catch (error) {
       if (this.asked === mine) this.fail(error);
     } finally {
