@@ -121,6 +121,8 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     order, begin = [], Batch.begin
 
     def watched(self, *args, **options):
+        if len(self) == 1:  # the sample that is also mapped alone
+            return begin(self, *args, **options)
         number, pending = len(order), begin(self, *args, **options)
         order.append(f"begun {number}")
         return lambda: (order.append(f"finished {number}"), pending())[1]
@@ -137,7 +139,8 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
 
     def faulty(self, *args, **options):
         pending = begin(self, *args, **options)
-        return lambda: [msgspec.structs.replace(one, scores=2 * one.scores) for one in pending()]
+        factor = 2 if len(self) > 1 else 1  # batches are wrong
+        return lambda: [msgspec.structs.replace(one, scores=factor * one.scores) for one in pending()]
 
     monkeypatch.setattr(Batch, "begin", faulty)
     found = list(lens.maps(inputs, "tensor.in_out", batch_size=3))
@@ -279,7 +282,7 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
     lens, inputs, sizes, make = tl.Lens(zoo.build("gpt2")), ids((4,) * 9), [], batches.Batch.__init__
 
     def small_memory(self, specimen, prepared):
-        sizes.append(len(prepared))
+        sizes.extend([len(prepared)] if len(prepared) > 1 else [])  # of one: the sample that is also mapped alone
         if len(prepared) > 3:
             raise torch.OutOfMemoryError("no room")
         make(self, specimen, prepared)

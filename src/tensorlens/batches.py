@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
-from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row, one_output, own_prediction
+from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row
 from tensorlens.maps.methods import (
     METHODS,
     Question,
@@ -223,13 +223,23 @@ class Batch(Sequence[AttentionTensor], Printed):
         begun = self.begin(method, out_token, target=target, targets=targets, **sketch)
         if begun is not None:
             return begun()
-        each = zip(self, [target] * len(self) if targets is None else targets, strict=True)
-        return [map_alone(one, method, out_token, {"target": its, **sketch}) for one, its in each]
+        each = zip(self.apart(), [target] * len(self) if targets is None else targets, strict=True)
+        return [one.map_alone(method, out_token, target=its, **sketch) for one, its in each]
+
+    def apart(self) -> Iterator[Batch]:
+        """Each input as a batch of its own."""
+        return (Batch(self.specimen, [one]) for one in self.prepared)
+
+    def map_alone(self, method: str, out_token: int, **options: Any) -> TokenMap:
+        """The map of the only input; see `begin`."""
+        begun = self.begin(method, out_token, **options)
+        assert begun is not None, "of one input"
+        return begun()[0]
 
     def begin(
         self, method: str, out_token: int, *, asked: Collection[str] = (), **options: Any
     ) -> Callable[[], list[TokenMap]] | None:
-        """Start the maps of all samples on the device; the result waits for them. None if each goes alone.
+        """Start the maps of all samples on the device; the result waits for them. None if each must go alone.
 
         Args:
             method: A name in `METHODS`.
@@ -237,8 +247,9 @@ class Batch(Sequence[AttentionTensor], Printed):
             asked: All methods that will be asked, which may share work.
             options: Those of `Question`.
         """
-        recording = self.recording
-        if not METHODS[method].takes_samples or recording.n_encoder_blocks:  # whose outputs are those of a second text
+        recording, is_alone = self.recording, len(self) == 1
+        # After an encoder, outputs are those of a second text.
+        if not is_alone and (not METHODS[method].takes_samples or recording.n_encoder_blocks):
             return None
         n_out = recording.states[-1].shape[1]
         same = n_out == recording.states[0].shape[1]
@@ -258,18 +269,18 @@ class Batch(Sequence[AttentionTensor], Printed):
         try:
             waiting = begin_finishing(METHODS[method].compute(question), question.classes)
         except MethodError:  # each sample alone says why, or has another way
+            if is_alone:
+                raise
             return None
         said = begin_predictions(question)
 
         def finish() -> list[TokenMap]:
             found, best = waiting(), said()
-            span = [0, recording.n_blocks]
-            same = {"blocks": span, "heads": None, "rules": recording.rules.as_dict(), "certificate": None}
             maps = []
             for i, place in enumerate(question.out_tokens):
                 context, meta = self.context(i), found.meta(i)
                 label = meta["target"] if pools else (context.out_tokens or context.tokens)[place]
-                prediction = {} if best[i] is None else {"prediction": best[i]}
+                meta = AttentionTensor(question.operator, context).meta() | {"out_positions": [place]} | meta
                 maps.append(
                     TokenMap(
                         scores=found.scores[i : i + 1, : self.lengths[i]],
@@ -277,7 +288,7 @@ class Batch(Sequence[AttentionTensor], Printed):
                         in_tokens=context.tokens,
                         method=method,
                         bias_share=found.bias_share[i : i + 1],
-                        meta=context.meta | {"out_positions": [place]} | same | meta | prediction,
+                        meta=meta if best[i] is None else meta | {"prediction": best[i]},
                     )
                 )
             return maps
@@ -325,18 +336,6 @@ _learned: WeakKeyDictionary[nn.Module, _Learned] = WeakKeyDictionary()
 def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
     """Accepted difference between a sample alone and in a batch; norms may be cast to float32 whatever the states."""
     return repeated(dtype, in_tf32=is_cuda and tf32_allowed())
-
-
-def map_alone(tensor: AttentionTensor, method: str, out_token: int, options: dict[str, Any]) -> TokenMap:
-    """The map of one sample alone, in the form of data set maps, with the model's prediction."""
-    recording, classes = tensor.operator.recording, tensor.context.classes
-    pools = has_one_row(recording, method)
-    found = tensor.map(method, None if pools else out_token, **options)
-    if recording.readout is None or classes is None:
-        return found
-    logits = recording.logits(recording.readout, one_output(recording, out_token))
-    best = int(own_prediction(logits[tensor.operator.sample]))
-    return replace(found, meta=found.meta | {"prediction": classes.name(best)})
 
 
 # Many inputs ----------------------------------------------------------------------------------------------------------
@@ -580,17 +579,17 @@ class DatasetMaps(InBatches):
             begun = batch.begin(name, asked.out_token, **asked.options(name), asked=asked.methods)
             if begun is not None:
                 return begun
-        found = [self._map(tensor, name) for tensor in batch]
+        found = [self._map(one, name) for one in batch.apart()]
         return lambda: found
 
     def make_alone(self, prepared: ModelInput) -> Results:
         """The maps of one sample."""
-        tensor = self.specimen.look(prepared)
-        return {name: self._map(tensor, name) for name in self.names}
+        alone = Batch(self.specimen, [prepared])
+        return {name: self._map(alone, name) for name in self.names}
 
-    def _map(self, tensor: AttentionTensor, name: str) -> TokenMap | TensorLensError:
+    def _map(self, alone: Batch, name: str) -> TokenMap | TensorLensError:
         try:
-            return map_alone(tensor, name, self.asked.out_token, self.asked.options(name))
+            return alone.map_alone(name, self.asked.out_token, asked=self.asked.methods, **self.asked.options(name))
         except TensorLensError as error:
             if len(self.names) == 1:
                 raise

@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
-from tensorlens.maps.defaults import has_one_row
-from tensorlens.maps.headlines import Headlined, headlined, place_of
+from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions
+from tensorlens.maps.headlines import headlined, place_of
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate
-from tensorlens.recommendations import Recommendation, default_method, default_output, has_predictions, recommended
+from tensorlens.recommendations import Recommendation, recommended
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
 from tensorlens.views.captions import badge, predicted
@@ -61,17 +61,12 @@ class Explanation(Tabular):
     ) -> None:
         self.tensor, self.recommendation, self.out_token = tensor, recommendation, default_output(tensor)
         self._by_token = tokens
-        self._asked = self._read(target, against)
-
-    def _read(self, target: str | int | None, against: str | int | None) -> Headlined | None:
-        """What is explained; None for a model without a head."""
-        T = self.tensor
-        if has_predictions(T):
+        if has_predictions(tensor):
             against = self._runner_up(target) if against is None else against
-            return headlined(T.operator.recording, T.context, self.out_token, target, against)
-        if target is not None or against is not None or self.recommendation.method == "components":
-            raise no_head(T.operator.recording.name)
-        return None
+        elif target is not None or against is not None or recommendation.method == "components":
+            raise no_head(tensor.operator.recording.name)
+        self._question = MapQuestion.complete(tensor, None, None, target, against)
+        self._asked = self._question.headlined(tensor)
 
     def _runner_up(self, target: str | int | None) -> int | None:
         """The likeliest other token or class, where the question is best asked against it."""
@@ -123,19 +118,15 @@ class Explanation(Tabular):
     @cached_property
     def map(self) -> TokenMap | ComponentMap:
         """What each word, passage or component contributed; its `meta` includes the headline."""
-        weights = None if self._asked is None else self._asked.asked.weights
-        if self.recommendation.method == "components":
-            found = self.tensor.components(self.out_token, weights)
+        if self.recommendation.method == "components" and self._asked is not None:
+            found = self.tensor.components(self.out_token, self._asked.asked.weights)
         else:
-            found = self._token_map(weights)
+            found = self._token_map()
         said = {"because": self.because} | ({} if self._asked is None else self._asked.meta)
         return replace(found, meta=found.meta | said | {"certificate": self.tensor.meta()["certificate"]})
 
-    def _token_map(self, weights: dict[int, float] | None) -> TokenMap:
-        method = default_method(self.tensor, weights)
-        is_every = weights is None and self.tensor.context.meta.get("grid") is None
-        out_token = None if is_every or has_one_row(self.tensor.operator.recording, method) else self.out_token
-        found = self.tensor.map(method, out_token, weights)
+    def _token_map(self) -> TokenMap:
+        found = self._question.answered(self.tensor, self._asked, self.tensor.map)
         if self._by_token or found.meta.get("grid") is not None:
             return found
         return found.group(GROUPS.get(self.recommendation.question, "words"), sink_beside=True)

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Float
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from tensorlens import tensor_files
 from tensorlens.errors import InputError, MethodError, check_iterable, missing_extra
 from tensorlens.inside.questions import InsideQuestions
-from tensorlens.maps.defaults import METHOD, METHOD_OF_CLASSES, OUT_TOKEN, first_output, has_one_row
+from tensorlens.maps.defaults import METHOD, OUT_TOKEN, MapQuestion, default_output, has_one_row, has_predictions
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.headlines import headlined
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
 from tensorlens.maps.positions import check_split, with_positions
 from tensorlens.maps.targets import Context as Context
@@ -320,7 +318,8 @@ class AttentionTensor(InsideQuestions):
         >>> widget.out_token, widget.in_token, widget.map  # what was clicked, and the map shown  # doctest: +SKIP
 
         Args:
-            out_token: The output to explain first; if None, the last one, or the one that represents a picture.
+            out_token: The output to explain first; if None, the masked token, the one that represents a picture, or
+                the last one.
             target: What to explain first, as people write it; the model's top prediction if empty.
             against: The contrast target.
 
@@ -331,8 +330,8 @@ class AttentionTensor(InsideQuestions):
             raise missing_extra("`T.explore`", "anywidget", "notebook")
         from tensorlens.views.widget import MapWidget
 
-        n_out, has_head = self.shape[0], self.context.classes is not None and self.operator.recording.has_head
-        first = first_output(self.context.meta, n_out) if out_token is None else check_token(out_token, n_out)
+        first = default_output(self) if out_token is None else check_token(out_token, self.shape[0])
+        has_head = has_predictions(self)
         return MapWidget(
             self._told, self.out_tokens, takes_target=has_head, out_token=first, target=target, against=against
         )
@@ -340,12 +339,8 @@ class AttentionTensor(InsideQuestions):
     @own_modes
     def _told(self, out_token: int, target: str, against: str) -> TokenMap:
         """The map of one output with its headline."""
-        recording = self.operator.recording
-        if self.context.classes is None or not recording.has_head:
-            return self.map(METHOD, out_token)
-        asked = headlined(recording, self.context, out_token, target or None, against or None)
-        found = self.map(METHOD_OF_CLASSES, None if recording.pools else out_token, asked.asked.weights)
-        return replace(found, meta=found.meta | asked.meta)
+        asked = MapQuestion.complete(self, None, out_token, target or None, against or None)
+        return asked.answered(self, asked.headlined(self), self.map)
 
     def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
         n_out = self.shape[0]

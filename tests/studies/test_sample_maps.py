@@ -69,7 +69,7 @@ def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
 
     def wrong(batch, method, *args, **named):
         finish = begin(batch, method, *args, **named)
-        if method != "tensor.norm" or finish is None:
+        if method != "tensor.norm" or finish is None or len(batch) == 1:
             return finish
         return lambda: [replace(one, scores=2 * one.scores) for one in finish()]
 

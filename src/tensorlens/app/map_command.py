@@ -14,10 +14,10 @@ from tensorlens.app.method_names import check_method_name
 from tensorlens.app.options import Certify, FinalNorm, Input, Json, LeftOut, MapFile, Model, ModelOptions, check_choice
 from tensorlens.app.printing import certified, map_content, print_json, save, show_map, stage, teller
 from tensorlens.errors import MethodError
-from tensorlens.recommendations import MapQuestion
 from tensorlens.views.captions import is_of_tensor, predicted
 
 if TYPE_CHECKING:
+    from tensorlens.maps.defaults import MapQuestion
     from tensorlens.maps.token_map import TokenMap
     from tensorlens.tensor import AttentionTensor
 
@@ -99,6 +99,9 @@ def map_(
     text = options.read_input(input)
     _check_method(method, first, norm)
     lens = reading.lens(model, final_norm=final_norm)
+    from tensorlens.explanation import in_words
+    from tensorlens.maps.defaults import MapQuestion
+
     stage("Recording one pass of the model")
     T = part_of(lens(text))
     question = MapQuestion.complete(T, method, out_token, first, second)
@@ -111,8 +114,6 @@ def map_(
         stage("Measuring the certificate")
         T.certificate()
     found = _found(T, question, norm, words, aside=aside)
-    from tensorlens.explanation import in_words
-
     if not json:
         show_map(in_words(found) if words is None else found, say, is_saved=out is not None)
     found = certified(T, found, say) if certify else found

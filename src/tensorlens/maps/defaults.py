@@ -1,17 +1,23 @@
-"""Defaults for what a question leaves open: the method, the output, the prediction.
+"""Defaults for what a question leaves open: the method, the output, the prediction; `MapQuestion` fills them in.
 
 Every place that answers a question asks here, and the signatures of users' functions take their defaults from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from torch import Tensor
 
+from tensorlens.maps.headlines import Headlined, headlined
 from tensorlens.operators.operator import check_token
 from tensorlens.recording.recording import Recording
+
+if TYPE_CHECKING:
+    from tensorlens.maps.token_map import TokenMap
 
 METHOD = "tensor.in_out"
 """The method of `T.map`, `lens.maps` and `batch.maps`: any model has it, with a head or without."""
@@ -44,7 +50,108 @@ def has_one_row(recording: Recording, method: str | None) -> bool:
     return recording.pools and method == METHOD_OF_CLASSES
 
 
-def first_output(meta: Mapping[str, Any], n_out: int) -> int:
-    """The output to look at first: the token that stands for a picture, or the last of a text."""
-    grid = meta.get("grid")
-    return 0 if grid is not None and grid["first"] > 0 else n_out - 1
+# T is an `AttentionTensor` from here on, which lives on a floor above this one.
+
+
+def has_predictions(T: Any) -> bool:
+    """Whether the model has a head that predicts something."""
+    return T.context.classes is not None and T.operator.recording.has_head
+
+
+def default_method(T: Any, target: Any = None) -> str:
+    """The method for the usual first question: why did the model say this?
+
+    That is In+Class if the blocks asked for reach the head, or if a target is named. Otherwise it is In+Out, and for a
+    picture the length of what each patch contributes, since no direction of its output has a name.
+    """
+    reaches_head = has_predictions(T) and T.operator.span.stop == T.operator.recording.n_blocks
+    if reaches_head or target is not None:
+        return METHOD_OF_CLASSES
+    return METHOD if T.context.meta.get("grid") is None else METHOD_OF_PICTURES
+
+
+def default_output(T: Any) -> int:
+    """The output to look at first: the masked token, the token that stands for a picture, or the last one."""
+    mask, grid = getattr(getattr(T.context.classes, "tokenizer", None), "mask_token", None), T.context.meta.get("grid")
+    if mask in T.out_tokens:
+        return T.out_tokens.index(mask)
+    return 0 if grid is not None and grid["first"] > 0 else T.shape[0] - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapQuestion:
+    """What is asked of an operator. The command line and the explorer fill in what was left open here.
+
+    Attributes:
+        method: A name in `METHODS`.
+        out_token: The output, or None for all of them.
+        target: What is explained; None for the model's own prediction.
+        against: The contrast target, or None.
+    """
+
+    method: str
+    out_token: int | None
+    target: str | int | None = None
+    against: str | int | None = None
+
+    @classmethod
+    def complete(
+        cls,
+        T: Any,
+        method: str | None,
+        out_token: int | None,
+        target: str | int | None = None,
+        against: str | int | None = None,
+        *,
+        is_one: bool = False,
+    ) -> MapQuestion:
+        """Fill in method and output. A prediction and a picture are explained at one output, a method at every one.
+
+        Args:
+            T: The operator.
+            method: A name in `METHODS`; the default of the model if None.
+            out_token: The output, or None.
+            target: What is explained.
+            against: The contrast target.
+            is_one: Whether None is the one output that is looked at first, also if a method was named.
+
+        Raises:
+            InputError: there is no such output.
+        """
+        if out_token is not None:
+            check_token(out_token, T.shape[0])
+        chosen = default_method(T, target) if method is None else method
+        is_one = is_one or method is None and chosen != METHOD
+        if has_one_row(T.operator.recording, chosen):
+            out_token = None  # its head reads the whole input at once
+        elif out_token is None and is_one and not T.operator.recording.pools:
+            out_token = default_output(T)
+        return cls(method=chosen, out_token=out_token, target=target, against=against)
+
+    def place(self, T: Any) -> int:
+        """The one output that headline and predictions are about."""
+        chosen = default_output(T) if self.out_token is None else self.out_token
+        return 0 if T.operator.recording.pools else chosen % T.shape[0]
+
+    def predictions(self, T: Any, k: int) -> list[Any]:
+        """The model's at the chosen output; empty for all outputs, or for a model without a head."""
+        return T.predictions(k, self.place(T)) if self._is_one(T) and has_predictions(T) else []
+
+    def headlined(self, T: Any) -> Headlined | None:
+        """The target as people write it; None without a head, or for the predictions at every output."""
+        recording = T.operator.recording
+        reaches_head = has_predictions(T) and T.operator.span.stop == recording.n_blocks
+        if not reaches_head or self.method != METHOD_OF_CLASSES or self.target is None and not self._is_one(T):
+            return None
+        return headlined(recording, T.context, self.place(T), self.target, self.against)
+
+    def answered(self, T: Any, told: Headlined | None, compute: Callable[..., TokenMap]) -> TokenMap:
+        """The map, with its headline if it is about one output; `compute` takes method, output and target."""
+        if told is None:
+            pair = self.target if self.against is None else (self.target, self.against)
+            return compute(self.method, self.out_token, pair)
+        found = compute(self.method, self.out_token, told.asked.weights)
+        return replace(found, meta=found.meta | told.meta) if self._is_one(T) else found
+
+    def _is_one(self, T: Any) -> bool:
+        return self.out_token is not None or T.operator.recording.pools

@@ -30,10 +30,11 @@ from tensorlens.errors import InputError
 from tensorlens.inside.circuit import circuit
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
+from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.pairs.similarity import similarity
-from tensorlens.recommendations import MapQuestion, default_output, has_predictions, recommended
+from tensorlens.recommendations import recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_of_tensor
 from tensorlens.views.page import payload

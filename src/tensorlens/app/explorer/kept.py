@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from tensorlens.app.explorer.questions import Ask
 from tensorlens.errors import InputError
-from tensorlens.recommendations import has_predictions
+from tensorlens.maps.defaults import has_predictions
 from tensorlens.tensor import AttentionTensor
 
 Key = TypeVar("Key", bound=Hashable)
