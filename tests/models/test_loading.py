@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -211,8 +212,8 @@ def test_what_is_on_the_hub_is_downloaded_once_and_pickles_only_where_nothing_el
         asked.append((name, revision, [pattern for pattern in allow_patterns if "model*" in pattern]))
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["config.json", *weights])
+    files = [SimpleNamespace(rfilename=name) for name in ("config.json", *weights)]
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert load_pretrained("someone/something", device="cpu", revision="v1").name == "someone/something"
     assert asked == [("someone/something", "v1", ["pytorch_model*.bin" if pickled else "*model*.safetensors"])]

@@ -19,7 +19,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Passage
 from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import max_tokens, tokenizer_of
+from tensorlens.models.inputs import Offsets, max_tokens, tokenised, tokenizer_of
 from tensorlens.models.pictures import Picture
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
@@ -29,9 +29,6 @@ INCOMPLETE = "\ufffd"
 
 WINDOW, OVERLAP = 64, 16
 """Tokens that are decoded together to see where one ends, and how many of them the next window begins with."""
-
-Offsets = tuple[tuple[int, int] | None, ...]
-"""Where each token is in a text; None for a token that is not part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ def read_prompt(lens: Any, prompt: Any) -> Prompt:
 
 
 def _text(lens: Any, text: str) -> Prompt:
-    ids, offsets = tokenised(lens, text, special=True)
+    ids, offsets = ids_of(lens, text, special=True)
     if not text.strip() or not ids:
         raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
     lens.prepare(list(ids))  # refuses what is too long
@@ -112,9 +109,7 @@ def _with_start(lens: Any, prompt: Prompt) -> Prompt:
     return replace(prompt, ids=(*prompt.ids, *start), offsets=offsets, n_encoder=len(prompt.ids))
 
 
-def tokenised(
-    lens: Any, text: str, *, special: bool, as_target: bool = False
-) -> tuple[tuple[int, ...], Offsets | None]:
+def ids_of(lens: Any, text: str, *, special: bool, as_target: bool = False) -> tuple[tuple[int, ...], Offsets | None]:
     """The ids of a text, and where each is in it if the tokenizer reports it.
 
     Args:
@@ -127,12 +122,8 @@ def tokenised(
     if tokenizer is None:
         raise InputError("Got a text, but this lens has no tokenizer. Pass one, or pass token ids.")
     check_unicode(text)
-    is_fast = getattr(tokenizer, "is_fast", False)
-    options = {"add_special_tokens": special} | ({"return_offsets_mapping": True} if is_fast else {})
-    made = tokenizer(text_target=text, **options) if as_target else tokenizer(text, **options)
-    if not is_fast:
-        return tuple(made["input_ids"]), None
-    return tuple(made["input_ids"]), tuple([(a, b) if b > a else None for a, b in made["offset_mapping"]])
+    [(ids, offsets)] = tokenised(tokenizer, [text], as_targets=as_target, add_special_tokens=special)
+    return tuple(ids), offsets
 
 
 def _chat(lens: Any, messages: Sequence[Any]) -> Prompt:
@@ -143,7 +134,7 @@ def _chat(lens: Any, messages: Sequence[Any]) -> Prompt:
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise InputError(f'A chat message is {{"role": "user", "content": "…"}}; got {one!r:.80}.')
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    ids, offsets = tokenised(lens, text, special=False)
+    ids, offsets = ids_of(lens, text, special=False)
     lens.prepare(list(ids))  # refuses what is too long
     said = [(one["role"], [one["content"]]) for one in messages]
     found = turns(text, said, lambda k: _rendered(tokenizer, messages[: k + 1], text))
@@ -210,9 +201,9 @@ def given(lens: Any, prompt: Prompt, answer: Any) -> Continuation:
     if not answer.strip():
         raise InputError(f"`answer` must be a text or token ids, and not empty; got {answer!r}.")
     if prompt.text is None or prompt.n_encoder or prompt.arguments:
-        ids, offsets = tokenised(lens, answer, special=False, as_target=prompt.n_encoder > 0)
+        ids, offsets = ids_of(lens, answer, special=False, as_target=prompt.n_encoder > 0)
         return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(lens, ids))
-    ids, offsets = tokenised(lens, prompt.text + answer, special=prompt.has_special_tokens)
+    ids, offsets = ids_of(lens, prompt.text + answer, special=prompt.has_special_tokens)
     n = len(prompt.ids)
     if ids[:n] != prompt.ids or len(ids) == n:
         raise InputError(

@@ -45,9 +45,9 @@ from tensorlens.models.chains import (
 )
 from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
-from tensorlens.models.forward_signature import WHAT_IS_NEEDED
+from tensorlens.models.forward_signature import WHAT_IS_NEEDED, ask
 from tensorlens.models.module_calls import module_tree, own_methods
-from tensorlens.models.stacks import CONTAINERS, ask, blocks_in, encoder_and_decoder, named_blocks, stacks
+from tensorlens.models.stacks import CONTAINERS, blocks_in, encoder_and_decoder, named_blocks, stacks
 
 VOCABULARY_SHARE = 0.9
 """With this many channels per token of the vocabulary a tensor counts as logits: an embedding may be padded."""

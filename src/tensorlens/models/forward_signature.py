@@ -1,4 +1,4 @@
-"""What a model's signature and config say about its inputs."""
+"""What a model's signature, config and own methods say about its inputs and parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError
-from tensorlens.models.stacks import ask
 
 WHAT_IS_NEEDED = (
     "What is needed: blocks in a list of modules (`nn.ModuleList` or `nn.Sequential`), and a forward that takes "
@@ -40,6 +39,14 @@ def signature_of(model: nn.Module) -> inspect.Signature:
 
 
 _SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+
+def ask(model: nn.Module, method: str) -> Any:
+    """What a method of the model says about its parts; None if it has no such method."""
+    try:
+        return getattr(model, method)()
+    except (AttributeError, NotImplementedError, TypeError):
+        return None
 
 
 def forward_parameters(model: nn.Module) -> set[str]:

@@ -33,6 +33,9 @@ from tensorlens.models.labels import patch_labels, token_labels, with_patches
 from tensorlens.models.pictures import data_uri, is_picture, open_picture
 from tensorlens.models.plain_text import check_unicode, names_image
 
+Offsets = tuple[tuple[int, int] | None, ...]
+"""Where each token is in a text, [start, stop); None for a token that is not part of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
@@ -42,8 +45,7 @@ class ModelInput:
         arguments: Keyword arguments of the model's forward, by its own names, with a batch axis of 1.
         kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
-        offsets: Where each token stands in the text, [start, stop), or None for one that is not part of it; None if the
-            tokenizer does not tell.
+        offsets: Where each token stands in the text; None if the tokenizer does not tell.
         image: The picture as a data URI, if there was one.
         ids: The token ids as plain numbers, where they are known: asking a GPU for them waits for all its work.
     """
@@ -51,7 +53,7 @@ class ModelInput:
     arguments: dict[str, Any]
     kind: str
     text: str | None = None
-    offsets: tuple[tuple[int, int] | None, ...] | None = None
+    offsets: Offsets | None = None
     image: str | None = field(default=None, repr=False)
     ids: tuple[int, ...] | None = field(default=None, repr=False)
 
@@ -111,12 +113,12 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(open_picture(Path(value)), model, processor)
     if isinstance(value, str):
         return _from_text(value, model, processor)
-    if is_picture(value):
-        return _from_image(value, model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
     if _is_ids(value):
         return _from_ids(_as_ids(value), model)
+    if is_picture(value):
+        return _from_image(value, model, processor)
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
     raise InputError(
@@ -161,16 +163,30 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     if not text.strip():
         raise InputError(f"Expected some text; got {text!r}, which holds no words.")
     check_unicode(text)
-    is_fast = getattr(tokenizer, "is_fast", False)
-    made = tokenizer(text, return_offsets_mapping=True) if is_fast else tokenizer(text)
-    ids = made["input_ids"]
+    [(ids, offsets)] = tokenised(tokenizer, [text])
     if not ids:
         raise InputError(f"The tokenizer gives no tokens for {text!r}. Pass a different text.")
-    places = (
-        tuple([(start, stop) if stop > start else None for start, stop in made["offset_mapping"]]) if is_fast else None
-    )
     arguments = id_arguments(_checked_ids(torch.tensor(ids), model), model)
-    return ModelInput(arguments=arguments, kind="text", text=text, offsets=places)
+    return ModelInput(arguments=arguments, kind="text", text=text, offsets=offsets)
+
+
+def tokenised(
+    tokenizer: Any, texts: Sequence[str], *, as_targets: bool = False, **options: Any
+) -> list[tuple[list[int], Offsets | None]]:
+    """The ids of each text, and where each token stands in it; None if the tokenizer does not report it.
+
+    Args:
+        tokenizer: It is called once.
+        texts: The texts.
+        as_targets: Whether they are what the model says, which some tokenizers cut differently from what it reads.
+        options: Options of the tokenizer.
+    """
+    if getattr(tokenizer, "is_fast", False):
+        options["return_offsets_mapping"] = True
+    made = tokenizer(**{"text_target" if as_targets else "text": list(texts)}, **options)
+    found = made["offset_mapping"] if "return_offsets_mapping" in options else [None] * len(texts)
+    places = [pairs and tuple([(a, b) if b > a else None for a, b in pairs]) for pairs in found]
+    return list(zip(made["input_ids"], places, strict=True))
 
 
 def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:

@@ -14,16 +14,11 @@ def names_image(text: str) -> bool:
     return Path(text).suffix.lower() in IMAGE_SUFFIXES
 
 
-def has_half_characters(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair: JSON and the command line may, and no tokenizer takes it."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def check_unicode(text: str) -> None:
-    """Refuse halves of characters.
+    """Refuse halves of surrogate pairs: JSON and the command line may hold some, and no tokenizer takes them.
 
     Raises:
         InputError: The text has one.
     """
-    if has_half_characters(text):
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError("Expected text in Unicode, got half of a surrogate pair. Write or paste it as UTF-8.")

@@ -30,12 +30,13 @@ class PlainTokenizer:
         """Whether it cannot read a text."""
         return self._encode is None
 
-    def __call__(self, text: Any = None, *, text_target: str | None = None, **_: Any) -> dict[str, Any]:
+    def __call__(self, text: Any = None, *, text_target: Any = None, **_: Any) -> dict[str, Any]:
         """Ids of a text, or of each of several, and where each token stands."""
+        text = text_target if text is None else text
         if isinstance(text, (list, tuple)):
             each = [self(one) for one in text]
             return {name: [one[name] for one in each] for name in ("input_ids", "offset_mapping")}
-        text = str(text_target if text is None else text)
+        text = str(text)
         ids = self._ids(text)
         return {"input_ids": ids, "offset_mapping": self._places(text, ids)}
 

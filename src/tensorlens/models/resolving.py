@@ -48,16 +48,15 @@ def local_folder(name: str | Path, revision: str | None = None, *, weights: bool
         return convert_gguf(path.stem, [path])
     if path.is_dir():
         return path / (revision or "")
-    copy = ask_hub(text, revision)
-    if copy is not None:
-        return copy
-    from huggingface_hub import HfApi, snapshot_download
+    there = ask_hub(text, revision)
+    if isinstance(there, Path):
+        return there
+    from huggingface_hub import snapshot_download
 
+    is_safe = any(file.endswith(".safetensors") and "/" not in file for file in there)
+    wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+    wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
     try:
-        there = HfApi().list_repo_files(text, revision=revision)
-        is_safe = any(file.endswith(".safetensors") and "/" not in file for file in there)
-        wanted = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
-        wanted += [_SAFE_WEIGHTS if is_safe else "pytorch_model*.bin"] if weights else []
         folder = Path(snapshot_download(text, revision=revision, allow_patterns=wanted))
     except Exception as error:
         raise not_on_hub(text, error) from error
@@ -194,34 +193,27 @@ def _check_folder(folder: Path) -> None:
 # The hub --------------------------------------------------------------------------------------------------------------
 
 
-def ask_hub(name: str, revision: str | None = None) -> Path | None:
-    """Ask the hub once for the model `name`; the folder of an earlier download if it does not answer.
+def ask_hub(name: str, revision: str | None = None) -> list[str] | Path:
+    """The files that the hub has of the model `name`; the folder of an earlier download if it does not answer.
 
     Raises:
         LoadError: It is not on the hub, or the hub does not answer and there is no copy here.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        HfApi().model_info(name, revision=revision, timeout=PATIENCE_SECONDS)
+        found = HfApi().model_info(name, revision=revision, timeout=PATIENCE_SECONDS)
     except RevisionNotFoundError as error:
         raise LoadError(f"The hub has {name!r}, but not its revision {revision!r}. Check the branch or tag.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise not_on_hub(name, error) from error
-    except HfHubHTTPError:
-        return None  # an answer of another kind, such as that of a proxy; transformers will say what it is
     except Exception as error:  # what says that nobody answers changes with the library behind the hub's
         copy = try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(copy, str):
             raise not_on_hub(name, error) from error
         return Path(copy).parent
-    return None
+    return [file.rfilename for file in found.siblings or ()]
 
 
 def not_on_hub(name: str, error: BaseException) -> LoadError:

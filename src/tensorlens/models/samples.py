@@ -25,7 +25,15 @@ from tensorlens.models.forward_signature import (
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.inputs import ModelInput, drop_padding, id_arguments, make_input, tokenizer_of
+from tensorlens.models.inputs import (
+    ModelInput,
+    Offsets,
+    drop_padding,
+    id_arguments,
+    make_input,
+    tokenised,
+    tokenizer_of,
+)
 from tensorlens.models.plain_text import IMAGE_SUFFIXES
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------
@@ -46,7 +54,10 @@ def make_inputs(
     if not _has_decoder(model):
         tokenizer = tokenizer_of(processor)
         texts = [i for i, value in enumerate(values) if _is_text(value)] if getattr(tokenizer, "is_fast", False) else []
-        rows = _of_texts([values[i] for i in texts], tokenizer, max_tokens(model) if truncate else None)
+        longest = max_tokens(model) if truncate else None
+        cut = {} if longest is None else {"truncation": True, "max_length": longest}
+        made = tokenised(tokenizer, [values[i] for i in texts], **cut) if texts else []
+        rows = [_Row(ids, values[i], offsets) for i, (ids, offsets) in zip(texts, made, strict=True)]
         lists = [i for i, value in enumerate(values) if _is_list_of_ids(value)]
         rows += [_Row(list(values[i])) for i in lists]
         together = _checked_together(dict(zip([*texts, *lists], rows, strict=True)), model)
@@ -59,7 +70,7 @@ class _Row:
 
     ids: list[int]
     text: str | None = None
-    offsets: tuple[tuple[int, int] | None, ...] | None = None
+    offsets: Offsets | None = None
 
 
 def _has_decoder(model: nn.Module) -> bool:
@@ -81,16 +92,6 @@ def _of_one(value: Any, model: nn.Module, processor: Any) -> ModelInput | Tensor
 
 def _is_list_of_ids(value: Any) -> bool:
     return isinstance(value, list) and {*map(type, value)} == {int}
-
-
-def _of_texts(texts: list[str], tokenizer: Any, longest: int | None) -> list[_Row]:
-    """Texts by one call of the tokenizer, cut at `longest` tokens."""
-    if not texts:
-        return []
-    cut = {} if longest is None else {"truncation": True, "max_length": longest}
-    made = tokenizer(texts, return_offsets_mapping=True, **cut)
-    places = [tuple([(a, b) if b > a else None for a, b in of_text]) for of_text in made["offset_mapping"]]
-    return [_Row(*row) for row in zip(made["input_ids"], texts, places, strict=True)]
 
 
 def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, ModelInput]:

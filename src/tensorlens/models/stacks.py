@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from tensorlens.errors import AnatomyError
+from tensorlens.models.forward_signature import ask
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
 """Lists whose order is that of their blocks: only such a list can be named, or guessed, as the list of blocks."""
@@ -20,14 +19,6 @@ def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
     for child in stack.children():
         found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
     return tuple(found)
-
-
-def ask(model: nn.Module, method: str) -> Any:
-    """What a method of the model says about its parts; None if it has no such method."""
-    try:
-        return getattr(model, method)()
-    except (AttributeError, NotImplementedError, TypeError):
-        return None
 
 
 def named_blocks(model: nn.Module, paths: str) -> tuple[nn.Module, ...]:
