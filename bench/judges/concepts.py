@@ -1,6 +1,6 @@
 """Does the pair map of two sentences begin with the concept that they share?
 
-    python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian] [--out bench/records/concepts-minilm.json]
+    python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian] [--out FILE]
 
 Sentences are made by template: each has three nouns, one of which names the same thing in both, in other words. The
 known pair is ranked among all pairs of words by size. Concepts, templates and distractors of the second half are new.

@@ -30,6 +30,8 @@ Measure = Literal["cosine", "dot"]
 BIAS = "bias"
 """The label of the last row and the last column: what no token carries."""
 
+_PICTURES = ("a_pictures", "b_pictures", "against_pictures")
+
 
 class Pair(NamedTuple):
     """One pair of tokens and what it carries."""
@@ -58,7 +60,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         value: The similarity that the model gives, or the difference of two.
         n_against: How many of the columns are tokens of c; they stand before the bias.
         meta: `model`, `pooling`, `groups`, `rules`, the texts as `a`, `b` and `against`, and where an input is a
-            picture, it and its patches as `a_pictures` or `b_pictures`.
+            picture, it and its patches as `a_pictures`, `b_pictures` or `against_pictures`.
     """
 
     scores: Tensor
@@ -93,12 +95,18 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     @property
     def headline(self) -> str:
         """The question that the map answers, with its number."""
-        named = ["picture" if self.meta.get(key) else "text" for key in ("a_pictures", "b_pictures")]
-        if self.n_against:
-            first, second = named
-            return f"Why is the second {second} closer to the first {first} than the third is ({self._said_value})?"
-        what = f"are these two {named[0]}s" if named[0] == named[1] else "are text and picture"
+        first, second, *third = self._sides
+        if third:
+            return f"Why is the {second} closer to the {first} than the {third[0]} is ({self._said_value})?"
+        kinds = [side.split()[1] for side in (first, second)]
+        what = f"are these two {kinds[0]}s" if kinds[0] == kinds[1] else "are text and picture"
         return f"Why {what} similar ({self._said_value})?"
+
+    @property
+    def _sides(self) -> tuple[str, ...]:
+        """What each side is called: the rows, the columns, and those of `against`."""
+        some = tuple(zip(("first", "second", "third"), _PICTURES, strict=True))[: 3 if self.n_against else 2]
+        return tuple(f"{place} {'picture' if self.meta.get(key) else 'text'}" for place, key in some)
 
     def _table(self) -> Table:
         return Table(as_array(self.scores), self.out_tokens, self.in_tokens)
@@ -125,12 +133,12 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(self.headline)
         rows = [(f"{one.score:+.4f}", shorten(one.a.strip(), 40), shorten(self._named(one), 40)) for one in self.top(k)]
-        yield table(("score", "first text", "second text"), rows, numbers=(0,))
+        yield table(("score", *self._sides[:2]), rows, numbers=(0,))
         yield table(("", ""), self._caption())
 
     def _named(self, one: Pair) -> str:
         is_third = one.column >= self.scores.shape[1] - 1 - self.n_against and self.n_against
-        return f"{one.b.strip()}{' (third text)' if is_third else ''}"
+        return f"{one.b.strip()}{f' ({self._sides[2]})' if is_third else ''}"
 
     def _caption(self) -> list[tuple[str, str]]:
         tokens = float(self.scores[:-1, :-1].double().sum())
@@ -168,6 +176,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
             bias_share=as_array(self.scores[:-1, -1]),
             caption=tuple(self._caption()),
             signed=True,
+            axes=(self._sides[0], ", then ".join(self._sides[1:])),
         )
 
     def payload(self) -> dict[str, Any]:
@@ -179,11 +188,12 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
             "rows": list(self.out_tokens),
             "columns": list(self.in_tokens),
             "nAgainst": self.n_against,
+            "sides": [side.capitalize() for side in self._sides],
             "cells": cells,
             "top": [[one.row, one.column] for one in self.top(8)],
             "caption": [[name, visible(value)] for name, value in self._caption()],
             "pictures": [
                 [asdict(one) for one in placed_pictures(self.meta.get(key), n)]
-                for key, n in zip(("a_pictures", "b_pictures"), self.scores.shape, strict=True)
+                for key, n in zip(_PICTURES, (self.scores.shape[0], *2 * self.scores.shape[1:]), strict=True)
             ],
         }

@@ -214,7 +214,11 @@ def _products(a: Vectors, b: Vectors, norms: Tensor, meeting: Tensor) -> Tensor:
 
 def _difference(closer: PairMap, third: PairMap) -> PairMap:
     """Columns of b, those of c with the sign turned, and one of both biases."""
-    biases = closer.scores[:, -1:] - third.scores[:, -1:]
+    biases, n = closer.scores[:, -1:] - third.scores[:, -1:], len(closer.in_tokens) - 1
+    shifted = [
+        {**one, "places": [[place[0] + n, *place[1:]] for place in one["places"]]}
+        for one in third.meta.get("b_pictures", ())
+    ]
     return PairMap(
         scores=torch.cat([closer.scores[:, :-1], -third.scores[:, :-1], biases], 1),
         out_tokens=closer.out_tokens,
@@ -222,7 +226,7 @@ def _difference(closer: PairMap, third: PairMap) -> PairMap:
         measure=closer.measure,
         value=closer.value - third.value,
         n_against=len(third.in_tokens) - 1,
-        meta=closer.meta | {"against": third.meta["b"]},
+        meta=closer.meta | {"against": third.meta["b"]} | ({"against_pictures": shifted} if shifted else {}),
     )
 
 

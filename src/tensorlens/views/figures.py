@@ -71,9 +71,10 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     _label_axis(axes.xaxis, view.in_tokens, min(size, 0.85 * 72 * cell_width))
     _label_axis(axes.yaxis, view.out_tokens, min(size, 0.85 * 72 * cell_height))
     axes.tick_params(axis="x", top=False, bottom=False, labeltop=True, labelbottom=False, labelrotation=90)
-    figure.text(left / width, 1 - (_HEADING + 0.02) / height, "input →", fontsize=_LABEL_SIZE, color=_MUTED, va="top")
-    place = (0.02 / width, 1 - top / height)
-    figure.text(*place, "← output", fontsize=_LABEL_SIZE, color=_MUTED, rotation=90, va="top", ha="left")
+    down, across = view.axes
+    muted = {"fontsize": _LABEL_SIZE, "color": _MUTED, "va": "top"}
+    figure.text(left / width, 1 - (_HEADING + 0.02) / height, f"{across} →", **muted)
+    figure.text(0.02 / width, 1 - top / height, f"← {down}", rotation=90, ha="left", **muted)
     _add_legend(figure, colouring, left, min(max(plot_width, 0.8), 1.6))
     _add_aside(figure, view, None, left + min(max(plot_width, 0.8), 1.6) + 0.15)
     return figure

@@ -44,7 +44,7 @@ class MapView:
     `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
     word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
     `answer` holds prompt and answer as text, for a map of an answer. `sink` is what a held attention sink gives of each
-    output, beside the inputs.
+    output, beside the inputs. `axes` names what rows and columns are.
     """
 
     scores: np.ndarray
@@ -63,6 +63,7 @@ class MapView:
     sums: tuple[str, ...] = ()
     answer: AnswerText | None = None
     sink: tuple[float, ...] = ()
+    axes: tuple[str, str] = ("output", "input")
 
     def __post_init__(self) -> None:
         """Check that numbers, labels, grid and image fit together."""

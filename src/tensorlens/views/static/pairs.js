@@ -21,12 +21,8 @@ class Pairs {
   build() {
     const { data } = this;
     const header = element("header", {}, [element("h2", { text: data.title }), shadeButton()]);
-    const third = data.columns.length - 1 - data.nAgainst;
-    this.sides = [
-      this.buildText(0, data.pictures[0].length ? "First picture" : "First text", data.rows, 0, data.rows.length - 1),
-      this.buildText(1, data.pictures[1].length ? "Second picture" : "Second text", data.columns, 0, third),
-    ];
-    if (data.nAgainst) this.sides.push(this.buildText(1, "Third text: its pairs count negatively", data.columns, third, data.columns.length - 1));
+    this.third = data.columns.length - 1 - data.nAgainst;
+    this.sides = data.sides.map((name, k) => this.buildText(name, k));
     this.tokens = [[], []];
     this.sides.forEach(({ axis, spans }) => this.tokens[axis].push(...spans));
     this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite" });
@@ -43,7 +39,12 @@ class Pairs {
     this.root.replaceChildren(style, element("div", { class: "lens pairs" }, [header, texts, this.tip, element("div", { class: "below" }, [list, matrix]), captionList(data.caption)]));
   }
 
-  buildText(axis, name, labels, start, stop) {
+  buildText(name, side) {
+    const axis = Math.min(side, 1);
+    const labels = axis ? this.data.columns : this.data.rows;
+    const start = side === 2 ? this.third : 0;
+    const stop = side === 1 ? this.third : labels.length - 1;
+    const heading = side === 2 ? `${name}: its pairs count negatively` : name;
     const spans = labels.slice(start, stop).map((label, k) => {
       const span = element("button", { class: "token", type: "button", "aria-pressed": "false", text: visible(label.trim() || label) });
       span.addEventListener("pointerenter", () => this.show([axis, start + k]));
@@ -53,11 +54,11 @@ class Pairs {
       return span;
     });
     const tokens = element("p", { class: "tokens", dir: directionOf(labels) }, spans);
-    const pictures = new Pictures(start ? [] : this.data.pictures[axis], (k) => this.pick([axis, k]));
+    const pictures = new Pictures(this.data.pictures[side], (k) => this.pick([axis, k]));
     // Patches are in the picture; beside it stands what is not, such as a class token.
     spans.forEach((span, k) => (span.hidden = pictures.holds(start + k) >= 0));
     const parts = pictures.pictures.length ? [pictures.node, tokens] : [tokens];
-    return { axis, spans, pictures, node: element("section", {}, [element("h3", { text: name }), ...parts]) };
+    return { axis, spans, pictures, node: element("section", {}, [element("h3", { text: heading }), ...parts]) };
   }
 
   pick(place) {
@@ -96,7 +97,8 @@ class Pairs {
   }
 
   name(axis, k) {
-    return visible((axis ? this.data.columns : this.data.rows)[k].trim());
+    const isThird = axis && this.data.nAgainst && k >= this.third && k < this.data.columns.length - 1;
+    return visible((axis ? this.data.columns : this.data.rows)[k].trim()) + (isThird ? ` (${this.data.sides[2].toLowerCase()})` : "");
   }
 
   strongest([axis, k]) {

@@ -41,7 +41,7 @@ export class SimilarPanel extends Asking {
       const write = (text) => Object.assign(this.view, { [name]: text }) && this.onChange();
       const node = textArea(label, { placeholder, rows: "2" }, { write, send: () => this.run() });
       node.value = this.view[name];
-      return field(label, node, "wide");
+      return field(label, node);
     });
     const pick = (label, name, options) => {
       const made = choice(label, options.map((value) => ({ name: value, title: value })), (value) => this.change({ [name]: value }));
@@ -51,7 +51,7 @@ export class SimilarPanel extends Asking {
     const go = button("Compare", "Which pairs of words make them similar?", () => this.run());
     go.className = "main";
     const fields = element("div", { class: "fields" }, [pick("Model", "model", named), pick("Parts", "groups", GROUPS), go]);
-    const form = element("form", { class: "card ask" }, [...texts, fields]);
+    const form = element("form", { class: "card ask" }, [element("div", { class: "texts" }, texts), fields]);
     form.addEventListener("submit", (event) => event.preventDefault());
     this.node = element("section", { class: "panel similar-panel" }, [form, this.progress, this.error, this.result.node]);
   }
@@ -69,7 +69,7 @@ export class SimilarPanel extends Asking {
   }
 
   show(pairs) {
-    const host = element("div");
+    const host = element("div", { class: "embedded" });
     this.result.node.replaceChildren(host);
     this.result.node.hidden = false;
     new Pairs(host, pairs);
