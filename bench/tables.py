@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Row = Mapping[str, Any]
+from tensorlens.studies.report import markdown as markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table of rows with the same keys."""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
 def ranged(mean: float | None, low: float | None = None, high: float | None = None, form: str = ".3f") -> str:

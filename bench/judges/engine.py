@@ -17,13 +17,10 @@ from tensorlens.studies.judge_study import (
     Scorer,
     as_floats,
     default_methods,
-    is_item_right,
     item_groups,
-    item_record,
     items_digest,
     judge_report,
     judge_summary,
-    last_logits,
 )
 from tensorlens.studies.runs import Record, Run, StudyResult, model_settings
 
@@ -35,14 +32,10 @@ class BenchItem(Item):
     """An item with what some judges need.
 
     Attributes:
-        right: Whether the model must know the answer, others being left out; otherwise the item asks nothing of it.
-        out_token: Where the target is read.
         model: Which model is asked: the user's (empty), or one of the judge's own.
         extra: What else the judge needs.
     """
 
-    right: bool = True
-    out_token: int = -1
     model: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -119,7 +112,7 @@ def run_judges(
         key = some[0].model, of.name
         if key not in scorers:
             scorers[key] = Scorer(of.models.get(some[0].model, lens), methods)
-        return _records(scorers[key], some)
+        return scorers[key].records(some)
 
     def summary(records: list[Record]) -> dict[str, Any]:
         extra = more(run, records)
@@ -128,11 +121,3 @@ def run_judges(
     kinds = [(item.judge, item.model, len(item.ids), item.out_token) for item in items]
     run.work(item_groups(kinds, options.group_size), measure, progress)
     return run.finish(len(items), summary, judge_report)
-
-
-def _records(scorer: Scorer, items: Sequence[BenchItem]) -> list[Record]:
-    logits = last_logits(scorer.lens, [item.ids for item in items], items[0].out_token)
-    kept = [k for k, item in enumerate(items) if not item.right or is_item_right(logits[k], item.target)]
-    some = [items[k] for k in kept]
-    scored = dict(zip(kept, scorer.score(some, [item.target for item in some], items[0].out_token), strict=True))
-    return [item_record(item, item.target, item.truth, scored.get(k)) for k, item in enumerate(items)]

@@ -284,11 +284,7 @@ class RowFile:
 
 
 def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
-    """The column with the text: the one asked for, or one with a usual name.
-
-    Raises:
-        InputError: There is none.
-    """
+    """The column with the text: the one asked for, or one with a usual name."""
     chosen = asked or next((name for name in TEXT_COLUMNS if name in columns), None)
     if chosen is None or chosen not in columns:
         raise InputError(

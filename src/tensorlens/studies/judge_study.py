@@ -101,6 +101,8 @@ class Item:
         labels: A name for each unit.
         truth: The answer: for each unit 1 if it is evidence and 0 if not.
         overlap: Words by which the control of word overlap ranks.
+        right: Whether it is left out where the model gets it wrong: then the model has no evidence for the answer.
+        out_token: Where the target is read.
     """
 
     judge: str
@@ -112,6 +114,8 @@ class Item:
     labels: tuple[str, ...]
     truth: tuple[float, ...]
     overlap: str = ""
+    right: bool = True
+    out_token: int = -1
 
 
 def judge(
@@ -177,16 +181,7 @@ def with_members(names: Iterable[str]) -> list[str]:
 
 
 class PrefixText:
-    """A text that a language model is to continue.
-
-    Args:
-        lens: The model and its tokenizer.
-        text: The text.
-
-    Raises:
-        InputError: The lens has no tokenizer, it does not say where tokens stand, or it ends every text with a token of
-            its own, so that nothing can come next.
-    """
+    """A text that a language model is to continue."""
 
     def __init__(self, lens: Lens, text: str) -> None:
         self.tokenizer: Any = tokenizer_of(lens.processor)
@@ -232,13 +227,7 @@ def whole_words(text: str, words: str) -> list[tuple[int, int]]:
 
 
 def evidence(lens: Lens, data: Path, limit: int | None = None) -> tuple[tuple[Item, ...], tuple[str, ...]]:
-    """The items of a file, or of a folder of such files, and the problems of rows that cannot be used.
-
-    Args:
-        lens: The model, with its tokenizer.
-        data: Where the sets are; each file is one.
-        limit: Rows that can be used, of each set, at most.
-    """
+    """The items of a file, or of a folder of such files, and the problems of rows that cannot be used."""
     files = sorted(one for one in data.iterdir() if one.suffix in SUFFIXES) if data.is_dir() else [data]
     if not files or not all(one.is_file() and one.suffix in SUFFIXES for one in files):
         raise InputError(
@@ -281,13 +270,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
 def items_of(
     files: Iterable[Path], make: Callable[[str, int, Mapping[str, Any]], Made], limit: int | None
 ) -> tuple[tuple[Made, ...], tuple[str, ...]]:
-    """The items of some files, and the problems of rows that cannot be used.
-
-    Args:
-        files: Each is one set.
-        make: Gives the item of a set's name, the number of a row, and the row.
-        limit: Items of each set, at most.
-    """
+    """The items of some files, and the problems of rows that cannot be used."""
     items: list[Made] = []
     problems: list[str] = []
     for path in files:
@@ -317,12 +300,7 @@ def cell_of(cells: Mapping[str, Any], column: str) -> str:
 
 
 class Scorer:
-    """The methods of one lens; items of one length share one recording per rule set.
-
-    Args:
-        lens: The model.
-        methods: Names of maps, with the rule set after an @.
-    """
+    """The methods of one lens, those of T perhaps with a rule set after an @."""
 
     def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
         self.lens, self.has_overlap = lens, WORD_OVERLAP in methods
@@ -333,37 +311,35 @@ class Scorer:
         self.lenses = {member: member_lens(lens, member) for member in self.methods}
 
     def records(self, items: Sequence[Item]) -> list[Record]:
-        """A record for each of some items of one length: whether the model is right, what is true, every method."""
-        logits = last_logits(self.lens, [item.ids for item in items])
-        right = [k for k, item in enumerate(items) if is_item_right(logits[k], item.target)]
-        found = dict(zip(right, self.score([items[k] for k in right], [items[k].target for k in right]), strict=True))
-        return [item_record(item, item.target, item.truth, found.get(k)) for k, item in enumerate(items)]
+        """A record for each of some items of one length and output, which share one recording per rule set.
 
-    def score(self, items: Sequence[Item], targets: Sequence[Target], out_token: int = -1) -> list[Record]:
-        """`scores` and `seconds` by method of each item, and `missing`, why a method has none."""
-        found: list[Record] = [{"scores": {}, "seconds": {}, "missing": {}} for _ in items]
-        for member, names in self.methods.items() if items else ():
-            self._score_member(self.lenses[member], items, targets, names, out_token, found)
-        if self.has_overlap:
-            for item, one in zip(items, found, strict=True):
-                one["scores"][WORD_OVERLAP] = word_overlap(item)
+        `scores` and `seconds` by method, and `missing`, why a method has none; or that the model is wrong.
+        """
+        logits = last_logits(self.lens, [item.ids for item in items], items[0].out_token)
+        found: list[Record] = []
+        known: list[tuple[Item, Record]] = []
+        for item, row in zip(items, logits, strict=True):
+            found.append({"judge": item.judge, "set": item.set, "item": item.name})
+            if item.right and not is_item_right(row, item.target):
+                found[-1]["left_out"] = WRONG
+                continue
+            found[-1] |= {"target": item.target, "labels": list(item.labels), "truth": list(item.truth)}
+            found[-1] |= {"scores": {}, "seconds": {}, "missing": {}}
+            known.append((item, found[-1]))
+        for member, names in self.methods.items() if known else ():
+            self._score(self.lenses[member], known, names)
+        for item, one in known if self.has_overlap else ():
+            one["scores"][WORD_OVERLAP] = word_overlap(item)
         return found
 
-    def _score_member(
-        self,
-        lens: Lens,
-        items: Sequence[Item],
-        targets: Sequence[Target],
-        names: Sequence[str],
-        out_token: int,
-        found: list[Record],
-    ) -> None:
+    def _score(self, lens: Lens, known: Sequence[tuple[Item, Record]], names: Sequence[str]) -> None:
+        targets, out_token = [item.target for item, _ in known], known[0][0].out_token
         try:
             began = now()
-            batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item in items])
+            batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item, _ in known])
             recorded = now() - began
         except (TensorLensError, torch.OutOfMemoryError) as error:
-            for one in found:
+            for _, one in known:
                 one["missing"] |= dict.fromkeys(names, reason_of(error))
             return
         for name in names:
@@ -372,21 +348,13 @@ class Scorer:
                 wanted = targets if METHODS[base].takes_target else None
                 maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
             except (TensorLensError, torch.OutOfMemoryError) as error:
-                for one in found:
+                for _, one in known:
                     one["missing"][name] = reason_of(error)
                 continue
-            seconds = (recorded + now() - began) / len(items)
-            for item, one, made in zip(items, found, maps, strict=True):
+            seconds = (recorded + now() - began) / len(known)
+            for (item, one), made in zip(known, maps, strict=True):
                 one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
                 one["seconds"][name] = short(seconds, 7)
-
-
-def item_record(item: Item, target: Target, truth: Iterable[float], scored: Record | None) -> Record:
-    """The line of an item; of one that was not scored, that the model does not know the answer."""
-    about = {"judge": item.judge, "set": item.set, "item": item.name}
-    if scored is None:
-        return about | {"left_out": WRONG}
-    return about | {"target": target, "labels": list(item.labels), "truth": list(truth)} | scored
 
 
 def is_item_right(logits: Tensor, target: Target) -> bool:
@@ -481,19 +449,12 @@ MEASURES: dict[str, Callable[[Scores, Truth], float]] = {
 
 
 def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of a run, by benchmark.
-
-    Args:
-        records: The items, in the order of their index.
-        settings: The run's settings, with the measures and problems of each judge.
-    """
-    return {
-        "n_items": len(records),
-        "judges": {
-            name: _summary([record for record in records if record["judge"] == name], about, settings["seed"])
-            for name, about in settings["judges"].items()
-        },
-    }
+    """The summary of a run, by benchmark; `settings` hold the measures and problems of each."""
+    of: dict[str, list[Record]] = {name: [] for name in settings["judges"]}
+    for record in records:
+        of[record["judge"]].append(record)
+    made = {name: _summary(of[name], about, settings["seed"]) for name, about in settings["judges"].items()}
+    return {"n_items": len(records), "judges": made}
 
 
 def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> dict[str, Any]:

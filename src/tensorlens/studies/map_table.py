@@ -57,12 +57,7 @@ class MapTable:
         self._open_config()
 
     def pending(self, rows: Iterator[Any], size: Callable[[], int]) -> Iterator[tuple[int, list[Any]]]:
-        """The first row and the rows of each part that is not there yet.
-
-        Args:
-            rows: All of them.
-            size: How many the next part may have.
-        """
+        """The first row and the rows of each part that is not there yet."""
         starts = sorted(int(path.stem.removeprefix("part-")) for path in self.folder.glob("part-*.parquet"))
         first = 0
         while True:
@@ -147,14 +142,7 @@ def _write_jsonl(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:
 
 
 def encoded(mapper: Mapper, rows: list[Any], first_row: int, progress: bool | None = False) -> EncodedPart:
-    """Map some rows, and make the content of their files; on a cluster this is done where the maps are made.
-
-    Args:
-        mapper: What to do with the rows.
-        rows: Rows by column, which are kept, or texts alone.
-        first_row: Place of the first of them in the data.
-        progress: Whether to show a progress bar; on a terminal if None.
-    """
+    """Map some rows, and make the content of their files; on a cluster this is done where the maps are made."""
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from pyarrow import parquet  # pyright: ignore[reportMissingImports]
 

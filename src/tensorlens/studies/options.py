@@ -89,11 +89,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def check_member(name: str) -> None:
-    """Refuse a name whose rule set does not exist, or whose map takes none.
-
-    Raises:
-        MethodError: There is no such method.
-    """
+    """Refuse a name whose rule set does not exist, or whose map takes none."""
     base, member = split(name)
     if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
         raise MethodError(f"TensorLens has no method {name!r}. After an @, maps of T take one of {', '.join(MEMBERS)}.")

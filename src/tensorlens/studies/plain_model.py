@@ -165,12 +165,7 @@ class Outputs:
 
 
 class PlainModel:
-    """A lens's model, run as it is: no rule, no interception, no gradient.
-
-    Args:
-        lens: Its model is used and left in the mode it was in.
-        batch_size: Inputs at a time, by the device if None; halved when memory runs out.
-    """
+    """A lens's model, run as it is: no rule, no interception, no gradient."""
 
     def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
         self.lens = lens

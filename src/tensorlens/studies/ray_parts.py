@@ -25,11 +25,7 @@ QUIET_SECONDS = 60.0
 
 
 class PartActor:
-    """Maps parts; lives in a process of the cluster.
-
-    Args:
-        mapper: What to do with the rows.
-    """
+    """Maps parts; lives in a process of the cluster."""
 
     def __init__(self, mapper: Mapper) -> None:
         self.mapper = mapper

@@ -79,6 +79,12 @@ def _rows(table: Table) -> str:
     )
 
 
+def markdown(rows: Table) -> str:
+    """A Markdown table."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
 FEW_UNITS = 5
 """Below this many units, resampling may give the same mean every time, which says nothing."""
 

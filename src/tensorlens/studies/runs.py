@@ -100,11 +100,7 @@ def best_first(methods: Mapping[str, Any], *, largest: bool) -> list[str]:
 
 
 def check_run_folder(folder: str | Path, study: str) -> None:
-    """Refuse a folder that cannot hold a run of this study; commands ask before they load a model.
-
-    Raises:
-        InputError: It is a file, its config.json cannot be read, or it holds a run of another study.
-    """
+    """Refuse a folder that cannot hold a run of this study; commands ask before they load a model."""
     folder, config = Path(folder), Path(folder) / "config.json"
     if folder.exists() and not folder.is_dir():
         raise InputError(f"Expected a folder for the run; {str(folder)!r} is a file.")
@@ -117,12 +113,6 @@ class Run:
     """A study's folder, opened for this process.
 
     Started again with the same settings, it resumes where it stopped; different settings are refused.
-
-    Args:
-        folder: Made if it is not there.
-        study: Name of the study.
-        settings: Everything the result depends on, as plain data.
-        processes: This process among others; by default as the launcher says.
     """
 
     def __init__(
@@ -221,7 +211,7 @@ class Run:
     def _summarised(self, records: list[Record], summarise: Callable[[list[Record]], dict[str, Any]]) -> dict[str, Any]:
         try:
             return summarise(records)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise InputError(
                 f"Expected the samples of a {self.study} study in {str(self.folder / 'samples.jsonl')!r}; its lines "
                 f"have other fields ({type(error).__name__}: {error}). Delete it and start again."
@@ -373,11 +363,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_record(line: bytes, n_samples: int | None = None) -> Record:
-    """The record of a line.
-
-    Raises:
-        ValueError: it is not a record, or of another run.
-    """
+    """The record of a line."""
     beginning = repr(line[:40].decode("utf-8", "replace")) + ("…" if len(line) > 40 else "")
     try:
         record = from_json(line)
@@ -399,11 +385,7 @@ class _ConfigFile(TypedDict):
 
 
 def read_run_file(path: Path, advice: str, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """The object in a JSON file of a run.
-
-    Raises:
-        InputError: it cannot be read, or is not of its kind; says what was expected, and what to do.
-    """
+    """The object in a JSON file of a run."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:

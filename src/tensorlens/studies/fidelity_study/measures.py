@@ -53,14 +53,7 @@ def random_directions(T: AttentionTensor, n: int, seed: int) -> list[Direction]:
 
 
 def token_directions(T: AttentionTensor, n: int, seed: int, special: Sequence[int] = ()) -> list[Direction]:
-    """Directions towards other tokens: one position per direction, its token replaced by another of the vocabulary.
-
-    Args:
-        T: At an input given by token ids; for others there are none.
-        n: How many.
-        seed: Random seed for positions and tokens.
-        special: Ids never put in or replaced.
-    """
+    """Directions towards other tokens: one position per direction, its token replaced by another of the vocabulary."""
     recording = T.operator.recording
     origin = recording.from_model("A fidelity study")
     ids = origin.inputs.get("input_ids")
@@ -105,11 +98,6 @@ def errors_along(T: AttentionTensor, direction: Direction, sizes: Sequence[float
     r"""Errors along one direction, by size of the move; all but `sizes` relative to the size of F(X).
 
     `tensor` is the error of T(X+ε) + B, `jacobian` that of F(X) + J·ε, `nothing` that of F(X): the change itself.
-
-    Args:
-        T: The tensor at X.
-        direction: Where to move.
-        sizes: Lengths of the move relative to the input's; a natural size is added to them.
     """
     operator = T.operator
     sizes = sorted({*sizes, *([] if direction.natural_size is None else [direction.natural_size])})

@@ -16,7 +16,7 @@ from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR
 from tensorlens.studies.perturbation_study.measures import RISING
 from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
 from tensorlens.studies.relation_study.report import survival
-from tensorlens.studies.report import with_interval
+from tensorlens.studies.report import markdown, with_interval
 from tensorlens.views.study_figures import perturbation_curves, relation_bars, start_curves
 
 NAMES = dict(zip(TENSOR, ("Norm", "In+Out", "In+Class"), strict=True)) | dict(
@@ -63,13 +63,6 @@ def condition_rows(found: Mapping[str, Any], paper: Mapping[str, Mapping[str, st
         if paper.get(metric):
             rows.append({"": f"{label}, the paper"} | {name: paper[metric].get(name, "–") for name in shown})
     return rows
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows with the same keys as a table."""
-    heads = list(rows[0])
-    lines = [heads, ["---"] * len(heads), *([str(row[head]) for head in heads] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def tex_table(parts: Sequence[Rows], about: Mapping[str, Any], columns: str, heads: Sequence[Sequence[str]]) -> str:

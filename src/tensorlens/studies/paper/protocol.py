@@ -77,11 +77,7 @@ class Protocol(Options, frozen=True, kw_only=True):
 
 
 def read_protocol(path: str | Path | None) -> Protocol:
-    """The protocol, with what a file says in the place of the paper's.
-
-    Raises:
-        InputError: The file cannot be read, or says something that no protocol has.
-    """
+    """The protocol, with what a file says in the place of the paper's."""
     if path is None:
         return Protocol()
     file = Path(path).expanduser()

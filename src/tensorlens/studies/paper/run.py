@@ -138,11 +138,7 @@ class PaperTable:
         return msgspec.structs.replace(self.protocol.relations, **changes)
 
     def check(self) -> None:
-        """Refuse what cannot be run, before a model is loaded.
-
-        Raises:
-            InputError: Data are missing, too few, or without their labels.
-        """
+        """Refuse what cannot be run, before a model is loaded."""
         if is_hub_id(self.model):
             ask_hub(self.model, self.revision)
         if self.table.kind == "relations":
@@ -332,11 +328,7 @@ def _open_of_relations(options: RelationOptions) -> list[str]:
 
 
 def located(data: str | Path | None, table: TableSettings, name: str) -> str:
-    """Where the data of a table are: what was given, a folder within it, or the hub's id.
-
-    Raises:
-        InputError: There are none.
-    """
+    """Where the data of a table are: what was given, a folder within it, or the hub's id."""
     if data is None:
         if not table.data:
             raise InputError(f"The table {name} needs {SAID[table.kind]}; pass it with --data.")
@@ -376,17 +368,7 @@ def _tokenizer(model: str, revision: str | None, *, trust: bool) -> Any | None:
 
 
 def every_table(data: str | Path, out: str | Path, models: str | Path | None, **options: Any) -> list[PaperTable]:
-    """All tables, each checked, before the first one runs.
-
-    Args:
-        data: Folder that holds the data of all.
-        out: Folder that holds a folder for each.
-        models: Folder that holds the models by the names of the tables; the hub's if None.
-        **options: As `PaperTable` takes them.
-
-    Raises:
-        InputError: A table has no data.
-    """
+    """All tables, each checked, before the first one runs."""
     made = []
     for name in TABLES:
         folder = None if models is None else Path(models).expanduser() / ("pythia" if name == "relations" else name)

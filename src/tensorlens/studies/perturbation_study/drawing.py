@@ -43,13 +43,7 @@ class SamplePiece:
 
 
 def drawn_order(strata: Sequence[Hashable] | None, n: int, seed: int) -> list[int]:
-    """Places of all n samples in random order, in turn from each stratum.
-
-    Args:
-        strata: The label or class of each sample; None if there is none.
-        n: How many samples there are.
-        seed: Random seed for the draw.
-    """
+    """Places of all n samples in random order, in turn from each stratum."""
     shuffled = np.random.default_rng(seed).permutation(n).tolist()
     if strata is None:
         return shuffled
@@ -79,17 +73,7 @@ def image_pieces(data: Dataset, options: PerturbationOptions) -> list[SamplePiec
 def text_pieces(
     tokenizer: Any, data: Dataset, options: PerturbationOptions, n_tokens: int
 ) -> tuple[list[SamplePiece], int]:
-    """The texts or windows that a study sees, in order, and how many were looked at; needs a tokenizer and no model.
-
-    Args:
-        tokenizer: Makes ids of a text.
-        data: The texts.
-        options: How they are cut and drawn, and how many.
-        n_tokens: Longest sample, special tokens included.
-
-    Raises:
-        InputError: There is none that is long enough.
-    """
+    """The texts or windows that a study sees, in order, and how many were looked at; needs a tokenizer and no model."""
     n_special = sum(map(len, wrapping(tokenizer)))
     if (room := n_tokens - n_special) <= 0:
         raise InputError(f"Expected `n_tokens` above the {n_special} special tokens of every text; got {n_tokens}.")

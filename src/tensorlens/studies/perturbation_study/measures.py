@@ -30,9 +30,6 @@ def ranking(scores: Float[Tensor, " token"], maskable: Sequence[int], order: Ord
     """The maskable tokens in the order in which they are replaced; of equal scores the earlier token goes first.
 
     Convention: by signed score, since the paper replaces the highest first; `absolute` goes by magnitude.
-
-    Raises:
-        InputError: a score is not a number.
     """
     kept = in_float64(scores[list(maskable)])
     if not bool(torch.isfinite(kept).all()):

@@ -54,13 +54,7 @@ Changes = dict[str, Tensor]
 
 
 class Measurement:
-    """Measures groups of samples.
-
-    Args:
-        lens: Gives the maps.
-        samples: The samples and their copies.
-        options: The run's, with methods, presets and replacements settled.
-    """
+    """Measures groups of samples."""
 
     def __init__(self, lens: Lens, samples: Samples, options: PerturbationOptions) -> None:
         self.samples, self.options = samples, options
@@ -248,13 +242,7 @@ def _cell(
 
 
 class GroupMaps:
-    """The scores of groups of samples at one output: one recording of a group for each rule set asked for.
-
-    Args:
-        lens: The model.
-        methods: Names in `METHODS`, those of T perhaps with a rule set after an @.
-        options: The watched output, and how norms are made and joined.
-    """
+    """The scores of groups of samples at one output: one recording of a group for each rule set asked for."""
 
     def __init__(self, lens: Lens, methods: Sequence[str], options: PerturbationOptions) -> None:
         self.lens, self.methods, self.watch = lens, tuple(methods), options.watch

@@ -30,14 +30,9 @@ def group(method: str) -> str:
 
 
 def perturbation_summary(records: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
-    """The summary of a run, by condition, order and metric.
-
-    Args:
-        records: The samples, in the order of their index.
-        settings: The run's settings: methods, grid, seed.
-    """
+    """The summary of a run, by condition, order and metric."""
     measured = [record for record in records if "skipped" not in record]
-    conditions = list(dict.fromkeys(name for record in measured for name in record["conditions"]))
+    conditions = list(dict.fromkeys(name for record in measured for name, _ in record["conditions"].items()))
     skipped = [{"name": record["name"], "reason": record["skipped"]} for record in records if "skipped" in record]
     return {
         "n_samples": len(records),
@@ -86,14 +81,7 @@ def curves_of(cells: Sequence[dict[str, Any]], method: str, order: str, metric: 
 
 
 class Comparing:
-    """Compares the methods of one condition by one metric.
-
-    Args:
-        order: Which tokens went first.
-        metric: What was measured.
-        units: What each sample belongs to; all None where it is its own unit.
-        settings: The run's: grid and seed.
-    """
+    """Compares the methods of one condition by one metric."""
 
     def __init__(self, order: Any, metric: str, units: Sequence[str | None], settings: dict[str, Any]) -> None:
         self.grid, self.seed = settings["grid"], settings["seed"]

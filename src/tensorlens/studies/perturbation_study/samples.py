@@ -85,13 +85,7 @@ def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
 
 
 class Texts:
-    """Texts as token ids, cut to one length.
-
-    Args:
-        lens: The model and its tokenizer.
-        data: The texts.
-        options: How long they are, how they are cut and drawn, and how many.
-    """
+    """Texts as token ids, cut to one length."""
 
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
 
@@ -130,11 +124,7 @@ class Texts:
         return len(self.ids[index])
 
     def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[int]:
-        """For each copy what tells whether it fits into a batch with another: how many tokens it has.
-
-        Raises:
-            InputError: the sample cannot be copied so.
-        """
+        """For each copy what tells whether it fits into a batch with another: how many tokens it has."""
         if replacement == "delete":
             if bool(masks.all(1).any()):
                 raise InputError(
@@ -185,11 +175,7 @@ class Texts:
         return lengths | {"cut": self.options.cut, "replacement_token": token}
 
     def check(self, replacements: Sequence[str]) -> None:
-        """Refuse a replacement that on this model does not do what it says.
-
-        Raises:
-            InputError: to hide a token from attention moves the others together, as to delete it does.
-        """
+        """Refuse a replacement that on this model does not do what it says."""
         longest = max(range(len(self)), key=lambda index: len(self.ids[index]))
         sample = self.load(longest)
         if "attention" not in replacements or not self.is_causal or self._positions(sample.inputs["input_ids"]):
@@ -233,13 +219,7 @@ def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
 
 
 class Images:
-    """Images as patches.
-
-    Args:
-        lens: The model and its image processor.
-        data: The images.
-        options: How they are drawn, and how many.
-    """
+    """Images as patches."""
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False

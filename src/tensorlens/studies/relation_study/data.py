@@ -84,15 +84,7 @@ class Problem:
 def load_relations(
     folder: str | Path, categories: Collection[str] | None = None
 ) -> tuple[list[Relation], list[Problem]]:
-    """Every relation below a folder, and what was wrong with the files.
-
-    Args:
-        folder: Holds JSON files, by category in sub-folders or not.
-        categories: Only these; None for all.
-
-    Raises:
-        InputError: If the folder is not there or holds no JSON file.
-    """
+    """Every relation below a folder, and what was wrong with the files."""
     root = Path(folder)
     if not root.is_dir():
         raise InputError(f"Expected a folder of relation files; {str(root)!r} is not one. Pass the data set's folder.")

@@ -50,17 +50,7 @@ class LocalLinear:
 def expand_locally(
     anatomy: Anatomy, ids: Sequence[int], position: int, starts: Sequence[Start]
 ) -> tuple[dict[Start, LocalLinear], dict[Start, Tensor]]:
-    """The expansion at one prompt, from each start, by one forward pass and D backward passes for all of them.
-
-    Args:
-        anatomy: The model.
-        ids: The prompt.
-        position: Where the subject's last token stands.
-        starts: Where to read the subject.
-
-    Returns:
-        The expansions, and h itself, by start.
-    """
+    """The expansion at one prompt, from each start, by one forward pass and D backward passes for all of them."""
     device = next(anatomy.model.parameters()).device
     inputs = {"input_ids": torch.tensor([list(ids)], device=device), "use_cache": False}
     blocks = [start for start in starts if not isinstance(start, str)]
@@ -139,9 +129,6 @@ class RelationOperator:
     r"""The mean affine operator of a relation at the last token, $\bar T_{[L]}$ and $\bar B_{[L]}$ (Eq. 26).
 
     Holds the tensors, which are cheap, and where dense slices pay, one for each example.
-
-    Args:
-        tensors: One for each training example, all of one length, ending before the final norm.
     """
 
     def __init__(self, tensors: Sequence[AttentionTensor]) -> None:
@@ -244,14 +231,7 @@ class Tuned:
 
 
 def tune_scale(anatomy: Anatomy, predictor: Predictor, answers: Sequence[int], grid: Sequence[float]) -> Tuned:
-    """The scale that agrees most often with the model on held-out training examples; ties by probability.
-
-    Args:
-        anatomy: The model, to read predictions out.
-        predictor: The predictor of one method.
-        answers: The model's own answer on each training prompt.
-        grid: Scales to choose from.
-    """
+    """The scale that agrees most often with the model on held-out training examples; ties by probability."""
     if not grid:
         raise InputError("The grid of scales is empty; expected at least one number, such as 1.0.")
     scales = torch.tensor(list(grid)).to(predictor.linear)

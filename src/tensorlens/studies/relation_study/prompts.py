@@ -48,26 +48,18 @@ class FactSplit:
 
 
 class Tokens:
-    """A tokenizer as this study needs it: texts to ids, characters to positions.
+    """A tokenizer as this study needs it: texts to ids, characters to positions."""
 
-    Args:
-        tokenizer: Any tokenizer of transformers; fast ones know where each token lies in the text.
-        opening: What to put before every text: ``"auto"`` is nothing if the tokenizer opens texts itself, else the
-            token that separates documents, as LRE does for GPT-type models; otherwise a token, or an empty text.
-    """
-
-    def __init__(self, tokenizer: Any, opening: str = "auto") -> None:
+    def __init__(self, tokenizer: Any) -> None:
         if tokenizer is None:
             raise InputError(
                 "Relation decoding needs a tokenizer; got a lens without one. Use `Lens(model, tokenizer)`."
             )
-        self.tokenizer, self.opening = tokenizer, opening
+        self.tokenizer = tokenizer
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """Ids put before every text."""
-        if self.opening != "auto":
-            return tuple(self.tokenizer(self.opening, add_special_tokens=False)["input_ids"]) if self.opening else ()
+        """Ids put before every text: what separates documents, as LRE does, unless the tokenizer opens texts itself."""
         own = self.tokenizer("a")["input_ids"]
         if own and own[0] in (self.tokenizer.all_special_ids or ()):
             return ()

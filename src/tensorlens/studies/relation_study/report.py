@@ -31,13 +31,7 @@ COMPARISONS = (
 
 
 def relation_summary(records: list[dict[str, Any]], problems: list[dict[str, Any]], min_test: int) -> dict[str, Any]:
-    """The summary of a run.
-
-    Args:
-        records: One for each split.
-        problems: What was wrong with the files.
-        min_test: Test facts that a scored split has at least.
-    """
+    """The summary of a run."""
     by_relation: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_relation.setdefault(record["relation"], []).append(record)

@@ -51,6 +51,8 @@ from tensorlens.studies.relation_study.prompts import (
 from tensorlens.studies.relation_study.report import relation_report, relation_summary
 from tensorlens.studies.runs import Run, StudyResult, model_settings
 
+LRE_SCALE = 2.5
+"""LRE's fixed β."""
 SCALES = tuple(i / 4 for i in range(21))
 """LRE's grid: 21 points on [0, 5]."""
 
@@ -68,9 +70,7 @@ class RelationOptions(Options, frozen=True, kw_only=True):
         test_examples: Examples in a test prompt: ``m-1``, as in training, or all ``m``. A mean needs prompts of one
             length, so with ``m`` those of training hold all m too, their own fact among them.
         starts: Blocks to start from; 0 is the whole model.
-        lre_scale: The fixed β.
         scales: The grid that a tuned β is chosen from.
-        opening: What opens a prompt; see `Tokens`.
         with_lre: Whether to run LRE, which costs as much as the slices.
         limit: Relations of each category at most; all if None.
         categories: Only these; all if None.
@@ -84,9 +84,7 @@ class RelationOptions(Options, frozen=True, kw_only=True):
     max_test: int = 100
     test_examples: Literal["m-1", "m"] = "m-1"
     starts: tuple[int, ...] = (0,)
-    lre_scale: float = 2.5
     scales: tuple[float, ...] = SCALES
-    opening: str = "auto"
     with_lre: bool = True
     limit: int | None = None
     categories: tuple[str, ...] | None = None
@@ -160,7 +158,7 @@ class _Decoder:
         rules = replace(lens.rules, include_final_norm=False)
         self.lens = Lens(lens.model, lens.processor, rules=rules, blocks=lens.anatomy.stack, name=lens.name)
         self.anatomy, self.options = self.lens.anatomy, options
-        self.tokens = Tokens(tokenizer_of(lens.processor), options.opening)
+        self.tokens = Tokens(tokenizer_of(lens.processor))
         self._aligned: dict[str, tuple[Fact, ...]] = {}
         n_blocks = len(self.anatomy.blocks)
         if max(options.starts) >= n_blocks or min(options.starts) < 0:
@@ -270,11 +268,10 @@ class _Decoder:
             name: tune_scale(self.anatomy, predictor, answers, self.options.scales)
             for name, predictor in predictors.items()
         }
-        fixed = self.options.lre_scale
         methods: dict[str, dict[str, Any]] = {"control.mean_output": self._score(constant[None], test)}
         for name, predictor in predictors.items():
             family, start = name.split("@")
-            for variant, scale in {"beta1": 1.0, "fixed": fixed, "tuned": tuned[name].scale, "bias": 0.0}.items():
+            for variant, scale in {"beta1": 1.0, "fixed": LRE_SCALE, "tuned": tuned[name].scale, "bias": 0.0}.items():
                 methods[f"{family}.{variant}@{start}"] = {"scale": scale} | self._score(predictor.at(scale), test)
         best = _best_lre(tuned)
         if best is not None:
