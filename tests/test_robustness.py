@@ -19,6 +19,7 @@ from bench.families.tiny_models import TinyModel, build
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.program.nodes import leaves
 
 IDS = [5, 9, 33, 12, 7]
 
@@ -173,7 +174,8 @@ def test_device_map_over_places(tiny: TinyModel, tmp_path: Path):
     assert agree(pulled(model), expected)
 
 
-def test_four_bit_weights():
+@pytest.mark.parametrize(("kind", "nested"), [("fp4", True), ("nf4", False)])
+def test_four_bit_weights(kind: str, nested: bool):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     config = hf.LlamaConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=60
@@ -184,14 +186,24 @@ def test_four_bit_weights():
             for name, layer in list(parent.named_children()):
                 if isinstance(layer, torch.nn.Linear):
                     small = bitsandbytes.nn.Linear4bit(
-                        layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32
+                        *(layer.in_features, layer.out_features, False, torch.float32), nested, kind
                     )
                     small.load_state_dict(layer.state_dict())
                     setattr(parent, name, small.to("cpu").eval())
-    errors = tl.Lens(model)(IDS).certificate().errors
+    T = tl.Lens(model)(IDS)
+    packed = {one for _, one, _ in layers_of(T)}
+    assert packed == {torch.uint8}, "nothing is kept unpacked"
+    errors = T.certificate().errors
     assert errors["linearity"] < 1e-5 and errors["adjoint"] < 1e-5
     # The package's kernel for CPUs multiplies in bfloat16, so that the model is not its own matrix to more than that.
     assert errors["value"] < 2e-2
+
+
+def layers_of(T: tl.AttentionTensor) -> list[tuple[str, torch.dtype, bool]]:
+    """For each linear layer of a program: its module, and the type of what it keeps of its weight, by reference."""
+    constants = T.program.constants
+    found = [(step.module, leaves(step.args[1])[0]) for step in T.program.steps if step.operation == "linear"]
+    return [(module, constants[one.index].dtype, one.index in constants.names) for module, one in found]
 
 
 def test_eight_bit_activations_are_refused():
@@ -205,10 +217,29 @@ def test_eight_bit_activations_are_refused():
         pulled(tiny.model)
 
 
-def test_torchao_weights(tiny: TinyModel):
+@pytest.mark.parametrize("how", ["Int8WeightOnly", "IntxWeightOnly", "Float8WeightOnly"])
+def test_torchao_weights(how: str, tmp_path: Path):
     quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(tiny.model, quantization.Int8WeightOnlyConfig())
-    pulled(tiny.model)
+    model, plain = (build("causal", "llama", "sdpa", torch.float32).model for _ in range(2))
+    quantization.quantize_(model, getattr(quantization, f"{how}Config")())
+    for layer, other in zip(plain.modules(), model.modules(), strict=True):
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(other.weight.dequantize())
+    T, expected = tl.Lens(model)(IDS), tl.Lens(plain)(IDS)
+    assert all(dtype.itemsize == 1 and is_named for _, dtype, is_named in layers_of(T))
+    assert T.certificate().passed
+    assert agree(T.rows(2), expected.rows(2), 1e-5)
+    for weights in ("inside", "reference"):
+        T.save(tmp_path / "T.safetensors", weights=weights)
+        again = tl.AttentionTensor.load(tmp_path / "T.safetensors", lens=tl.Lens(model))
+        assert torch.equal(again.adjoint(T.output), T.adjoint(T.output))
+
+
+def test_torchao_layers_that_round_their_inputs_are_refused(tiny: TinyModel):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(tiny.model, quantization.Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(tl.NotLinearError, match="rounds its inputs"):
+        pulled(tiny.model)
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

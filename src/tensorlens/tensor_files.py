@@ -32,6 +32,7 @@ from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
 from tensorlens.recording.conventions import Rules
+from tensorlens.recording.module_paths import ModulePlaces
 from tensorlens.recording.recording import Head, ModuleOutput, Recording, Span
 
 FORMAT = "tensorlens.attention_tensor/2"
@@ -205,7 +206,7 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
     constants.check_storable()
     of_model = None
     if weights == "reference":
-        of_model = _weights_of(recording.from_model("Storing weights by reference").model)
+        of_model = ModulePlaces(recording.from_model("Storing weights by reference").model).weights
     names = {f"c{n}": name for n, name in constants.names.items()}
     tensors = {f"c{n}": constants[n] for n in sorted(program.used)} | _beside(operator)
     views, memories = _store_tensors(tensors, names, of_model)
@@ -228,10 +229,6 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
         ),
     )
     return Packed(msgspec.json.encode(record, enc_hook=lambda one: KINDS[type(one).__name__][1](one)[0]), memories)
-
-
-def _weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _store_program(program: Program) -> ProgramRecord:
@@ -392,7 +389,7 @@ def unpack(
     try:
         record = msgspec.json.decode(header, type=TensorRecord, dec_hook=lambda kind, one: KINDS[kind.__name__][2](one))
         to = _device(record, device)
-        tensors = _restore_tensors(record.tensors, memory, None if model is None else _weights_of(model), to)
+        tensors = _restore_tensors(record.tensors, memory, None if model is None else ModulePlaces(model).weights, to)
         of, n_classes = record.context, record.context.n_classes
         classes = None if n_classes is None else Classes(n_classes=n_classes, labels=of.labels)
         context = Context(tokens=of.tokens, classes=classes, meta=of.meta, out_tokens=of.out_tokens)

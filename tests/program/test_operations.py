@@ -75,7 +75,11 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "blend": [(Live((2, 3)), Live((3,)), r(3), r(2, 3))],
     "where": [(r(2, 3) > 0, Live((2, 3)), Live((3,))), (r(2, 3) > 0, Live((2, 3)), 0.5), (r(3) > 0, r(3), Live((3,)))],
     "matmul": [(Live((2, 3, 4)), r(4, 5)), (r(2, 3, 4), Live((4, 5))), (Live((4,)), r(4, 5)), (r(3, 4), Live((4,)))],
-    "linear": [(Live((2, 3, 4)), r(5, 4), r(5)), (Live((2, 4)), r(5, 4)), (Live((2, 4)), r(5, 4), Live((5,)))],
+    "linear": [
+        *((Live((2, 3, 4)), r(5, 4), r(5)), (Live((2, 4)), r(5, 4)), (Live((2, 4)), r(5, 4), Live((5,)))),
+        (Live((2, 4)), (torch.arange(20, dtype=torch.int8).reshape(5, 4), r(10), r(10), None, (5, 4)), r(5)),
+        (Live((2, 4)), (torch.arange(10, dtype=torch.uint8), r(5), None, r(16), (5, 4))),
+    ],
     "einsum": [("bij,jk,kb->bi", Live((2, 3, 4)), r(4, 5), r(5, 2)), ("ij,kj->ik", r(2, 3), Live((4, 3)))],
     "grouped_mm": [],  # in float64 torch has none; see test_grouped_products
     "convolution": [

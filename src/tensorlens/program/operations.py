@@ -218,7 +218,21 @@ def _matmul_back(u: Tensor, a: Any, b: Any) -> Tensor:
     return torch.matmul(u, b.mT) if type(a) is Spec else torch.matmul(a.mT, u)
 
 
-def _linear_back(u: Tensor, x: Any, weight: Tensor, bias: Any = None) -> Any:
+def unpacked(codes: Tensor, scale: Tensor, zero: Tensor | None, book: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """A packed weight: each block of numbers less its zero point, times its scale; 4-bit numbers stand in a book."""
+    if book is not None:
+        codes = book[torch.stack((codes >> 4, codes & 15), -1).long()]
+    blocks = codes.reshape(scale.numel(), -1).to(scale.dtype)
+    blocks = blocks if zero is None else blocks - zero.reshape(-1, 1)
+    return (blocks * scale.reshape(-1, 1)).reshape(shape)
+
+
+def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, unpacked(*weight).to(x.dtype) if type(weight) is tuple else weight, bias)
+
+
+def _linear_back(u: Tensor, x: Any, weight: Any, bias: Any = None) -> Any:
+    weight = unpacked(*weight).to(u.dtype) if type(weight) is tuple else weight
     of_x = torch.matmul(u, weight) if type(x) is Spec else None
     return of_x if type(bias) is not Spec else _live((of_x, x), (u, bias))
 
@@ -279,7 +293,7 @@ OPERATIONS: dict[str, Operation] = {
     "blend": Operation(_blend, lambda u, a, b, of_a, of_b: (u * of_a, u * of_b), joint=(0, 1)),
     "where": Operation(torch.where, _where_back, joint=(1, 2)),
     "matmul": Operation(torch.matmul, _matmul_back, joint=()),
-    "linear": Operation(F.linear, _linear_back, joint=(0, 2), optional=(2,)),
+    "linear": Operation(_linear, _linear_back, joint=(0, 2), optional=(2,)),
     "einsum": Operation(torch.einsum, joint=()),
     "grouped_mm": Operation(_grouped_mm, _grouped_mm_back, joint=()),
     "convolution": Operation(torch.convolution, joint=(0, 2), optional=(2,)),

@@ -344,7 +344,9 @@ def _(
 
 
 @reads("linear")
-def _(reader: StepReader, slot: int, x: Any, weight: Tensor, bias: Any = None) -> Paths:
+def _(reader: StepReader, slot: int, x: Any, weight: Any, bias: Any = None) -> Paths:
+    if type(weight) is tuple:
+        raise NotFoldable("a weight is packed")
     if not isinstance(x, Paths) or isinstance(bias, Paths) or not x.ends_in_channels:
         raise NotFoldable("a matrix does not act on all channels of a token")
     shape, is_channel = (*x.shape[:-1], len(weight)), (*x.is_channel[:-1], len(weight) > 1)

@@ -46,7 +46,7 @@ class ModulePlaces:
             for kind in (module._parameters, module._buffers):
                 for name, weight in kind.items():
                     if weight is not None:
-                        self.weights[f"{path}.{name}" if path else name] = weight
+                        self.weights |= _parts(f"{path}.{name}" if path else name, weight)
 
     def adapted(self) -> dict[int, str]:
         """Modules that have an adapter by their place in their parent, by identity, and those places."""
@@ -64,6 +64,13 @@ class ModulePlaces:
     def addresses(self) -> dict[str, int]:
         """Where the memory of each weight begins."""
         return {name: address_of(weight) for name, weight in self.weights.items()}
+
+
+def _parts(name: str, weight: Any) -> dict[str, Tensor]:
+    """A weight by its name, or the tensors that it is packed into by theirs."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return {name: weight}
+    return {f"{name}.{part}": getattr(weight, part) for part in weight.__tensor_flatten__()[0]}
 
 
 class ModuleCalls:

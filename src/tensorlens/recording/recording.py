@@ -81,9 +81,10 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """W."""
+        """W; unpacked each time if torchao has packed it."""
         self._held.check()
-        return self._held[0]
+        weight = self._held[0]
+        return weight.dequantize() if hasattr(weight, "__tensor_flatten__") else weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -7,6 +7,7 @@ from tensorlens.recording.rules import (  # noqa: F401
     choices,
     linear,
     norms,
+    packed,
     products,
     recurrent_cells,
 )

@@ -18,11 +18,9 @@ from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorlens.recording.live import found_in, is_live, raw, value_of
+from tensorlens.recording.live import found_in, is_live, value_of
 from tensorlens.recording.rules import activations
 from tensorlens.recording.rules.activations import activate
 
@@ -143,16 +141,6 @@ def gated_convolution(run: Any, module: Any, forward: Callable[..., Any], hidden
     before, after = value_of(before), value_of(after)
     mixed = module.conv(before * x)[..., : x.shape[-1]]
     return module.out_proj((after * mixed).transpose(-1, -2).contiguous())
-
-
-@adapter("bitsandbytes.nn.modules.Linear4bit")
-def four_bit_layer(run: Any, module: Any, forward: Callable[..., Any], x: Tensor) -> Any:
-    """A layer with 4-bit weights. Its matrix is found by applying it to the identity, whatever the packing."""
-    run.note("weight: 4 bit")
-    with torch.no_grad():
-        columns = raw(forward, torch.eye(module.in_features, dtype=x.dtype, device=x.device))
-        columns = columns if module.bias is None else columns - module.bias
-    return F.linear(x, columns.T, module.bias)
 
 
 adapter(

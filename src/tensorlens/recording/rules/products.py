@@ -15,6 +15,7 @@ from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.rules.norms import statistic
+from tensorlens.recording.rules.packed import parts_of
 from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
@@ -146,9 +147,10 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         found = torch.matmul(x, weight.mT) if weight.dim() > 1 else torch.matmul(x, weight)
         return found if bias is None else found + bias
     is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED
+    packed = None if is_plain else parts_of(run, weight)
     value = raw(function, x, weight, bias) if is_plain else function(value_of(x), weight, bias)
     role = role_after("linear", x, weight) if x.role or type(weight) in FOLLOWED else None
-    return run.emit("linear", value, x, weight, bias, role=role)
+    return run.emit("linear", value, x, packed or weight, bias, role=role)
 
 
 def _live_weight(x: Live, weight: Any, bias: Any) -> Any:
