@@ -102,8 +102,7 @@ def nomic_bert_config(ask: Ask, read: Mapping[str, Tensor]) -> Any:
 
 def wordpiece_tokenizer(ask: Ask) -> PreTrainedTokenizerBase:
     """The tokenizer of a header that marks beginnings of words, where BERT's vocabulary marks what continues one."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from transformers import BertTokenizer
 
     words = [_wordpiece(token) for token in ask("tokenizer.ggml.tokens", [])]
     ids = {word: i for i, word in enumerate(words)}
@@ -111,22 +110,7 @@ def wordpiece_tokenizer(ask: Ask) -> PreTrainedTokenizerBase:
     special = {
         f"{role}_token": words[ask(f"tokenizer.ggml.{key}", ids[f"[{role.upper()}]"])] for role, key in roles.items()
     }
-    first, last = special["cls_token"], special["sep_token"]
-    tokenizer = Tokenizer(models.WordPiece(ids, unk_token=special["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A {last}",
-        pair=f"{first} $A {last} $B:1 {last}:1",
-        special_tokens=[(first, ids[first]), (last, ids[last])],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=ask("nomic-bert.context_length", 512),
-        mask_token="[MASK]",
-        **special,
-    )
+    return BertTokenizer(vocab=ids, model_max_length=ask("nomic-bert.context_length", 512), **special)
 
 
 def _wordpiece(token: str) -> str:
