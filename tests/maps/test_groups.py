@@ -153,3 +153,9 @@ def test_passages_between_a_separator():
     ):
         with pytest.raises(InputError, match=words):
             find_groups(wrong, tuple(text), meta)
+
+
+def test_labels_of_word_pieces_make_a_text_with_spaces():
+    found = find_groups("sentences", ("a", "cat", "##s", "sat", ".", "it", "rain", "##ed", "."), {})
+    assert [group.label for group in found] == ["a cats sat .", "it rained ."]
+    assert [group.tokens for group in found] == [(0, 1, 2, 3, 4), (5, 6, 7, 8)]

@@ -227,15 +227,27 @@ def _between(text: str, ends: Sequence[int]) -> list[Passage]:
     return spans
 
 
-def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The text and where each token stands in it; without offsets, the labels one after the other."""
+def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
+    """The text and where each token stands in it; without offsets, as the labels have it."""
     text, offsets = meta.get("text"), meta.get("offsets")
     if isinstance(text, str) and isinstance(offsets, list) and fits(offsets, len(labels), len(text)):
         return text, offsets
-    stops = [0]
-    for label in labels:
-        stops.append(stops[-1] + len(label))
-    return "".join(labels), [list(pair) for pair in pairwise(stops)]
+    is_spaced = any(label.startswith(" ") for label in labels)  # word pieces carry no spaces: each begins a word
+    text, places, pieces = "", list[list[int]](), b""  # the bytes so far of a character that is not complete
+    first = start = 0  # the token and the place at which it begins
+    for k, label in enumerate(labels):
+        raw = _raw(label)
+        if raw is None or not pieces:
+            first, pieces = k, b""
+            text += "" if is_spaced or not text or label.startswith("##") else " "
+            start = len(text)
+        pieces += raw or b""
+        said = label.removeprefix("##") if raw is None else _decoded(pieces)
+        if said is not None or first == k:
+            text = text[:start] + (label if said is None else said)
+        places[first:] = [[start, len(text)]] * (k + 1 - first)
+        pieces = pieces if said is None else b""
+    return text, places
 
 
 def _assigned(spans: Sequence[Passage], offsets: Sequence[Any], *, all_needed: bool = False) -> tuple[Group, ...]:
@@ -323,27 +335,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
         meta: The map's. `offsets` (for each token its [start, stop) in the text, or None for one that is not text) and
             `text` say exactly where a token stands; without them the labels are read.
     """
-    offsets, text = meta.get("offsets"), meta.get("text")
-    if isinstance(text, str) and fits(offsets, len(labels), len(text)):
-        return _by_offsets(labels, offsets, text)  # pyright: ignore[reportArgumentType] -- `fits` has seen it
-    return _by_labels(labels)
-
-
-def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
-    """Whether these are offsets of this text: files may come from anywhere."""
-    if not isinstance(offsets, list) or len(offsets) != n_tokens:
-        return False
-    pairs = [pair for pair in offsets if pair is not None]
-    return all(
-        isinstance(pair, list)
-        and len(pair) == 2
-        and all(type(end) is int for end in pair)
-        and 0 <= pair[0] <= pair[1] <= n_characters
-        for pair in pairs
-    )
-
-
-def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], text: str) -> tuple[Passage, ...]:
+    text, offsets = _text_of(labels, meta)
     found: list[Passage] = []
     begin = end = -1  # of the last word in the text; -1 after a token that is not text
     for k, pair in enumerate(offsets):
@@ -365,29 +357,18 @@ def _by_offsets(labels: Sequence[str], offsets: Sequence[Sequence[int] | None], 
     )
 
 
-def _by_labels(labels: Sequence[str]) -> tuple[Passage, ...]:
-    found: list[Passage] = []
-    pieces = b""  # of a character that is not complete yet
-    for k, label in enumerate(labels):
-        raw = _raw(label)
-        if raw is not None and found and pieces:
-            pieces += raw
-            found[-1] = Passage(_decoded(pieces) or found[-1].label, found[-1].start, k + 1)
-        elif raw is None and found and _continues(labels, k):
-            found[-1] = Passage(found[-1].label + label.removeprefix("##"), found[-1].start, k + 1)
-        else:
-            found.append(Passage(label if raw is None else _decoded(raw) or label, k, k + 1))
-            pieces = raw or b""
-        if raw is None or _decoded(pieces) is not None:
-            pieces = b""
-    return tuple(found)
-
-
-def _continues(labels: Sequence[str], k: int) -> bool:
-    if labels[k].startswith("##"):
-        return True
-    is_spaced = any(label.startswith(" ") for label in labels)  # word pieces carry no spaces: each begins a word
-    return is_spaced and not _raw(labels[k - 1]) and _is_one_word(labels[k - 1], labels[k])
+def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
+    """Whether these are offsets of this text: files may come from anywhere."""
+    if not isinstance(offsets, list) or len(offsets) != n_tokens:
+        return False
+    pairs = [pair for pair in offsets if pair is not None]
+    return all(
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(end) is int for end in pair)
+        and 0 <= pair[0] <= pair[1] <= n_characters
+        for pair in pairs
+    )
 
 
 def _is_one_word(before: str, after: str) -> bool:
