@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from tensorlens.answers.answer import Answer
-from tensorlens.answers.prompts import tokenised
+from tensorlens.answers.prompts import ids_of
 from tensorlens.app.explorer.jobs import Event, Job
 from tensorlens.app.explorer.kept import Parts, Recent
 from tensorlens.app.explorer.library import Library, input_kind
@@ -243,7 +243,7 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], Any]:
     """The text as tokens, and where each stands in it."""
     if tokenizer_of(lens.processor) is None:
         raise InputError(f"`{lens.name}` does not take text. Drop a picture instead, or choose another model.")
-    ids, offsets = tokenised(lens, text, special=True)
+    ids, offsets = ids_of(lens, text, special=True)
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
     return list(ids), offsets
