@@ -46,7 +46,7 @@ def judge_table(run: Records) -> str:
 
 def _cells(row: Row) -> dict[str, str]:
     name = f"**{row.method}**" if is_ours(row.method) else row.method
-    value = ranged(row.value, row.low, row.high)
+    value = ranged(row.value, row.low, row.high, n=row.n)
     return {"method": name, "first half": f"{row.chosen:.3f}", "held-out half [95 %]": value}
 
 
@@ -76,10 +76,17 @@ def _use(run: Records, method: str) -> dict[str, str]:
     best = found.pop(method)
     others = [row for row in found.values() if not is_ours(row.method)]
     ours = [row for row in found.values() if is_ours(row.method)]
-    cells = {"benchmark": f"{run.judge}, {run.model}", "held-out half": ranged(best.value, best.low, best.high)}
+    cells = {
+        "benchmark": f"{run.judge}, {run.model}",
+        "held-out half": ranged(best.value, best.low, best.high, n=best.n),
+    }
     for name, some in (("best baseline or control", others), ("best other map of T", ours)):
         rival = max(some, key=lambda row: row.value, default=None)
-        said = "–" if rival is None else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), '+.3f')}"
+        said = (
+            "–"
+            if rival is None
+            else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), '+.3f', best.n)}"
+        )
         cells[name] = said
     return cells
 

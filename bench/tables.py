@@ -6,16 +6,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tensorlens.studies.report import FEW_UNITS, with_interval
 from tensorlens.studies.report import markdown as markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def ranged(mean: float | None, low: float | None = None, high: float | None = None, form: str = ".3f") -> str:
-    """A mean with its interval; a dash where there is none."""
+def ranged(
+    mean: float | None, low: float | None = None, high: float | None = None, form: str = ".3f", n: int = FEW_UNITS
+) -> str:
+    """A mean with its interval, from `n` items; a dash where there is none."""
     if mean is None:
         return "–"
-    return f"{mean:{form}}" if low is None or high is None else f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{mean:{form}}" if low is None or high is None else with_interval(mean, (low, high), n, form)
 
 
 def fill(page: Path, name: str, block: Callable[[str], str | None]) -> int:

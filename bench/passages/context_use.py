@@ -1,65 +1,123 @@
-"""Context or memory: did the answer come from the context, or did the model know it?
+"""Context or memory: did the answer come from the context, and from which sentence of it?
 
-For each country three prompts: a context that contradicts what the model knows, one about a country that does not
-exist, and one that says nothing of it. Whether the context was used is known from the model's own answer. A map should
-give the context more of the answer where it was used: units are prompts, and the score is the context's share.
+Four scenarios for each fact. *Conflicting*: the context contradicts what the model knows, or tells of a country that
+does not exist. *Irrelevant*: it says nothing of it. *Double*: two sentences contradict it and each other. *Mixed*: one
+contradicts it, and the other has the same word without an answer. What was used is known from the model's own answers:
+to the prompt, and where two sentences have the word, to each of them alone. A map should give more of the answer to a
+context that was used than to one that was not, and more to the sentence that was used than to the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorlens as tl
 from bench.passages.scores import RULES, bm25
 
-CAPITALS = {
-    **{
-        "France": "Paris",
-        "Italy": "Rome",
-        "Germany": "Berlin",
-        "Spain": "Madrid",
-        "Japan": "Tokyo",
-        "Russia": "Moscow",
-    },
-    **{"China": "Beijing", "Egypt": "Cairo", "Greece": "Athens", "Austria": "Vienna", "Poland": "Warsaw"},
-    **{"Ireland": "Dublin", "Portugal": "Lisbon", "England": "London", "Cuba": "Havana", "Norway": "Oslo"},
-}
+CAPITALS = (
+    *("France Paris", "Italy Rome", "Germany Berlin", "Spain Madrid", "Japan Tokyo", "Russia Moscow", "China Beijing"),
+    *("Egypt Cairo", "Greece Athens", "Austria Vienna", "Poland Warsaw", "Ireland Dublin", "Portugal Lisbon"),
+    *("England London", "Cuba Havana", "Norway Oslo", "Sweden Stockholm", "Finland Helsinki", "Hungary Budapest"),
+    *("Denmark Copenhagen", "Iran Tehran", "Iraq Baghdad", "Kenya Nairobi", "Peru Lima", "Chile Santiago"),
+    *("Canada Ottawa", "Ukraine Kiev", "Thailand Bangkok", "Lebanon Beirut", "Turkey Ankara", "Israel Jerusalem"),
+)
 INVENTED = ("Zandoria", "Marvania", "Quellia", "Brontovia", "Ostrania", "Velmora", "Trondania", "Kelvoria")
 BESIDE = ("The train was late and the coffee was cold.", "The bus was early and the tea was hot.")
 
 
-def prompts(number: int, country: str) -> Iterator[tuple[str, str, str, bool]]:
-    """Context, question, expected answer, and whether that answer comes from the context."""
-    cities = list(CAPITALS.values())
-    other, invented = cities[(number + 5) % len(cities)], INVENTED[number % len(INVENTED)]
-    for asked, context, answer, used in (
-        (country, f"The government has moved: the capital of {country} is now {other}.", other, True),
-        (invented, f"Far away, the capital of {invented} is {other}.", other, True),
-        (country, BESIDE[number % len(BESIDE)], CAPITALS[country], False),
-    ):
-        yield context, f" The capital of {asked} is", f" {answer}", used
+class Prompt(NamedTuple):
+    """A context of one or two sentences and a question.
+
+    Attributes:
+        context: Its sentences.
+        question: What follows them.
+        answer: The expected answer; the model must begin with it.
+        used: For each sentence, whether it is the one that gives this answer.
+    """
+
+    context: tuple[str, ...]
+    question: str
+    answer: str
+    used: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return " ".join(self.context) + self.question
+
+
+def prompts(number: int) -> dict[str, list[Prompt]]:
+    """By set: what is compared within each. Where two prompts have the same context, at most one fits the model."""
+    country, capital = CAPITALS[number].split()
+    other, third = (CAPITALS[(number + shift) % len(CAPITALS)].split()[1] for shift in (5, 11))
+    invented, question = INVENTED[number % len(INVENTED)], f" The capital of {country} is"
+
+    def moved(city: str) -> str:
+        return f"The government has moved: the capital of {country} is now {city}."
+
+    double = (f"In the new atlas, the capital of {country} is {other}.", moved(third))
+    mixed = (moved(other), f"It rained in {other} last week.")
+    mixed = mixed if number % 2 else mixed[::-1]
+    return {
+        "context or memory": [
+            Prompt((moved(other),), question, f" {other}", (True,)),
+            Prompt(
+                (f"Far away, the capital of {invented} is {other}.",),
+                f" The capital of {invented} is",
+                f" {other}",
+                (True,),
+            ),
+            Prompt((BESIDE[number % 2],), question, f" {capital}", (False,)),
+        ],
+        "two answers": [
+            Prompt(double, question, f" {other}", (True, False)),
+            Prompt(double, question, f" {third}", (False, True)),
+        ],
+        "the word twice": [Prompt(mixed, question, f" {other}", tuple(one == moved(other) for one in mixed))],
+    }
 
 
 def lines(lens: tl.Lens, rules: Sequence[str] = RULES) -> Iterator[dict[str, Any]]:
-    """One line per country; prompts that the model answers otherwise are left out."""
-    n_made = 0
-    for number, country in enumerate(CAPITALS):
-        truth, scores = list[float](), dict[str, list[float]]()
-        for context, question, answer, used in prompts(number, country):
-            T = lens(context + question)
-            best, second = T.predictions(2)
-            if not answer.startswith(best.name):
-                continue
-            truth.append(float(used))
-            for name in rules:
-                found = lens.with_rules(name)(context + question).map("tensor.in_class", -1, (best.index, second.index))
-                parts = found.group([("context", 0, len(context))]).scores[0]
-                inside = float(parts[0]) - float(found.scores[0, 0])  # without the very first token
-                scores.setdefault(name, []).append(inside / float(found.scores[0, 1:].abs().sum()))
-            scores.setdefault("control: BM25", []).append(bm25(answer, [context, question])[0])
-            scores.setdefault("control: length", []).append(float(len(context)))
-        if len(set(truth)) == 2:
-            name = f"context:{n_made}:{country}"  # numbered as they come, so both halves have as many
-            yield {"judge": "context", "set": "capitals", "item": name, "truth": truth, "scores": scores}
-            n_made += 1
+    """One line per country and set; prompts that the model answers otherwise are left out."""
+    for number in range(len(CAPITALS)):
+        for name, some in prompts(number).items():
+            fitting = [one for one in some if _fits(lens, one, alone=name == "the word twice")]
+            truth = [float(used) for one in fitting for used in one.used]
+            if len(set(truth)) == 2:
+                scores: dict[str, list[float]] = {}
+                for one in fitting:
+                    for method, found in _scores(lens, one, rules).items():
+                        scores.setdefault(method, []).extend(found)
+                item = f"context:{number}:{name}"
+                yield {"judge": "context", "set": name, "item": item, "truth": truth, "scores": scores}
+
+
+def _fits(lens: tl.Lens, prompt: Prompt, *, alone: bool) -> bool:
+    """Whether the model gives the answer; with `alone` also to the sentence that is used, and to no other one."""
+
+    def gives(context: str) -> bool:
+        return prompt.answer.startswith(lens(context + prompt.question).predictions(1)[0].name)
+
+    each = zip(prompt.context, prompt.used, strict=True)
+    return gives(" ".join(prompt.context)) and (not alone or all(gives(one) == used for one, used in each))
+
+
+def _scores(lens: tl.Lens, prompt: Prompt, rules: Sequence[str]) -> dict[str, list[float]]:
+    """By method, the part of each sentence, without the very first token, in all that the words give."""
+    start, groups = 0, []
+    for sentence in prompt.context:
+        groups.append((str(len(groups)), start, start + len(sentence)))
+        start += len(sentence) + 1
+    best, second = lens(prompt.text).predictions(2)
+    found: dict[str, list[float]] = {}
+    for name in rules:
+        one = lens.with_rules(name)(prompt.text).map("tensor.in_class", -1, (best.index, second.index))
+        parts = one.group(groups).scores[0, : len(groups)].tolist()
+        parts[0] -= float(one.scores[0, 0])
+        found[name] = [part / float(one.scores[0, 1:].abs().sum()) for part in parts]
+    texts = [*prompt.context, prompt.question]
+    found["control: BM25"] = bm25(prompt.answer, texts)[:-1]
+    found["control: last sentence"] = [float(k) for k in range(len(groups))]
+    found["control: length"] = [float(len(one)) for one in prompt.context]
+    return found

@@ -40,8 +40,10 @@ Rows = list[dict[str, str]]
 
 
 def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, str]:
-    """Each value to three digits, the best marked as bold and the second as underlined."""
+    """Each value to three digits, the best bold and the second underlined; none of them where all are equal."""
     shown = {name: f"{value:.3g}" for name, value in values.items()}
+    if len(set(shown.values())) == 1:
+        return shown
     ranked = [*sorted({float(text) for text in shown.values()}, reverse=largest), None, None]
     marks = {ranked[1]: "<u>{}</u>", ranked[0]: "**{}**"}
     return {name: marks.get(float(text), "{}").format(text) for name, text in shown.items()}
@@ -114,7 +116,7 @@ def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, st
                 "" if one is None else with_interval(one["auc"], one["interval"], one["n_units"], ".4g")
             )
             row[f"{METRIC_NAMES[metric]}: T is ahead by"] = (
-                with_interval(against["advantage"], against["interval"], against["n"], "+.3g")
+                with_interval(against["advantage"], against["interval"], against["n_units"], "+.3g")
                 if against.get("n")
                 else ""
             )

@@ -111,6 +111,9 @@ class Comparing:
         units = None if self.units is None else self.units[present].tolist()
         return resampled_means(values[present], self.seed, units)
 
+    def _n_units(self, present: np.ndarray) -> int:
+        return int(present.sum()) if self.units is None else len(set(self.units[present]))
+
     def _best(self, methods: dict[str, Any], wanted: str) -> str | None:
         candidates = sorted(method for method in methods if group(method) == wanted)
         return max(candidates, key=lambda method: self.sign * methods[method]["auc"]) if candidates else None
@@ -120,7 +123,7 @@ class Comparing:
         mean = areas[present].mean()
         return {
             "n": int(present.sum()),
-            "n_units": int(present.sum()) if self.units is None else len(set(self.units[present])),
+            "n_units": self._n_units(present),
             "auc": short(mean),
             "area": short(mean * (self.grid[-1] - self.grid[0])),
             "interval": [short(bound) for bound in interval(self._means(areas, present))],
@@ -138,6 +141,7 @@ class Comparing:
             "first": first,
             "second": second,
             "n": int(present.sum()),
+            "n_units": self._n_units(present),
             "advantage": short(difference[present].mean()),
             "interval": [short(bound) for bound in interval(resampled)],
             "probability": short((resampled > 0).mean() + (resampled == 0).mean() / 2),
@@ -220,7 +224,7 @@ def _against(summary: Mapping[str, Any]) -> Table:
             "metric": METRIC_NAMES[metric],
             "tensor": against["first"],
             "baseline": against["second"],
-            "difference": with_interval(against["advantage"], against["interval"], against["n"], "+.4g"),
+            "difference": with_interval(against["advantage"], against["interval"], against["n_units"], "+.4g"),
             "ahead in": f"{against['probability']:.3f}",
         }
         for condition, order, metric, result in each_result(summary)
