@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def expected(judge, scores, truth):
             (a, b) for a, x in zip(scores, truth, strict=True) for b, y in zip(scores, truth, strict=True) if x > y
         ]
         return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
+    if judge == "injections":
+        n, level = math.ceil(0.2 * len(scores)), sorted(scores)[-math.ceil(0.2 * len(scores))]
+        high = sum(t for x, t in zip(scores, truth, strict=True) if x > level)
+        tied = [t for x, t in zip(scores, truth, strict=True) if x == level]
+        return (high + (n - sum(x > level for x in scores)) * sum(tied) / len(tied)) / sum(truth)
     if judge != "evidence":
         best = [k for k in range(n) if scores[k] == max(scores)]
         return sum(truth[k] > 0 for k in best) / len(best)

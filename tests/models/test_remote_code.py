@@ -47,7 +47,7 @@ def test_angles_stay_complex_and_weights_are_cast(folder):
 
 def test_code_does_not_run_unless_it_is_trusted(folder):
     write_decoder(folder, tokenizer())
-    with pytest.raises(LoadError):
+    with pytest.raises(LoadError, match=r"code of its own.* pass --trust-remote-code"):
         tl.load(str(folder), device="cpu")
 
 

@@ -350,6 +350,48 @@ def test_the_protocol_is_a_file_and_wrong_settings_are_named(tmp_path):
     assert read_protocol(None) == Protocol()
 
 
+OTHER = {
+    "methods": ["tensor.in_out"],
+    "draw": "file",
+    "watch": "mean",
+    "presets": ["strict"],
+    "keep_first": 2,
+    "replacements": ["attention"],
+    "grid": [0.0, 0.5],
+    "n_tokens": 64,
+    "min_tokens": 9,
+    "cut": "windows",
+    "column": "text",
+    "label": "label",
+    "split": "train",
+    "absolute": True,
+    "raw_norms": True,
+    "seed": 3,
+    "n_random": 9,
+    "norm_probes": 8,
+    "batch_size": 4,
+    "group_size": 2,
+}
+
+
+@pytest.mark.parametrize("way", ["perturbation", "tables"])
+def test_every_setting_of_a_file_is_obeyed_and_said(tmp_path, way):
+    """By the file alone: for each field another value than the paper's, for all tables or for one."""
+    fields = set(Protocol().perturbation.__struct_fields__)
+    assert OTHER.keys() == fields - {"limit"}, "a field that this test does not know"
+    data = write_reviews(tmp_path / "reviews.csv")
+    for name, value in OTHER.items():
+        changes = {name: value} if way == "perturbation" else {"bert": {name: value}}
+        (tmp_path / "one.json").write_text(json.dumps({"n_samples": 7, way: changes}))
+        table = PaperTable("bert", data, tmp_path / "out", protocol=read_protocol(tmp_path / "one.json"))
+        found = getattr(table.options, name)
+        assert (list(found) if isinstance(found, tuple) else found) == value, name
+        assert table.options.limit == 7
+        said = table._said(table.options, {"watched": "", "data": {}}, {"conditions": {}})
+        own = ("methods", "column", "label", "seed")  # what a run is asked for anyway
+        assert any(line.startswith(f"{name} = ") for line in said) == (name not in own), name
+
+
 @torch.no_grad()
 def test_settings_that_authors_may_correct_are_obeyed(tmp_path):
     data = write_articles(tmp_path / "data.txt")
@@ -431,6 +473,8 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
     assert "needs the folder of relation files" in refused(
         monkeypatch, "relations", tmp_path / "nothing" / "here", model=bert
     )
+    pico, articles = write_model(tmp_path / "pico", "pico"), write_articles(tmp_path / "articles.txt")
+    assert "pass --trust-remote-code" in refused(monkeypatch, "pico", articles, model=pico)
     root = tmp_path / "root"
     write_data(root, "imdb")
     assert "needs WikiText-103" in refused(monkeypatch, "pythia", root, model=bert)

@@ -58,8 +58,8 @@ def is_no_room(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in NO_ROOM) or "No space left" in str(error)
 
 
-def check_config_file(name: str | Path, file: Path) -> None:
-    """Refuse a configuration that would take forever to build, before anything is built.
+def check_config_file(name: str | Path, file: Path) -> dict[str, Any]:
+    """What a configuration holds; one that would take forever to build is refused, before anything is built.
 
     Raises:
         LoadError: It is too large, no JSON object, or counts more blocks or labels than any model has.
@@ -71,6 +71,7 @@ def check_config_file(name: str | Path, file: Path) -> None:
     if not isinstance(content, dict):
         raise LoadError(f"{name}: {file.name} could not be read: an object was expected, got {type(content).__name__}.")
     _check_counts(name, file.name, content)
+    return content
 
 
 def _check_counts(name: str | Path, where: str, content: dict[str, Any]) -> None:

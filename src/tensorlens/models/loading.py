@@ -198,9 +198,15 @@ def read_config(name: str | Path, *, trust_remote_code: bool = False, revision: 
 
 
 def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    check_config_file(name, folder / "config.json")
+    content = check_config_file(name, folder / "config.json")
+    brings_code = "AutoConfig" in (content.get("auto_map") or {}) and content.get("model_type") not in CONFIG_MAPPING
+    if brings_code and not trust_remote_code:
+        raise LoadError(
+            f"{name} comes with code of its own, which runs only if you trust it: pass --trust-remote-code, in Python "
+            "trust_remote_code=True."
+        )
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 

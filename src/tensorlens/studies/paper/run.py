@@ -17,6 +17,7 @@ import msgspec
 from tensorlens.errors import InputError, LoadError, TensorLensError
 from tensorlens.files import write_json, write_whole
 from tensorlens.lens import load
+from tensorlens.models.loading import read_config
 from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, local_folder
 from tensorlens.recording.conventions import Rules
 from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
@@ -141,6 +142,7 @@ class PaperTable:
         """Refuse what cannot be run, before a model is loaded."""
         if is_hub_id(self.model):
             ask_hub(self.model, self.revision)
+        read_config(self.model, trust_remote_code=self.trust, revision=self.revision)
         if self.table.kind == "relations":
             load_relations(self.data, self.relation_options.categories)
             return
