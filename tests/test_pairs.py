@@ -314,6 +314,64 @@ def test_towers_end_in_their_own_projection(first: str, second: str, modules: st
     assert found.scores[:-1, :-1].abs().max() > 1e-3
 
 
+def held_norm(norm: Any, x: torch.Tensor) -> Any:
+    """The linear part of a layer norm with the deviations at x kept."""
+    scale = norm.weight.detach() / (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+    return lambda y: (y - y.mean(-1, keepdim=True)) * scale
+
+
+def held_end(kind: str, model: Any, x: torch.Tensor, ids: Any) -> Any:
+    """What leads from the last states to the vector, written out from the equations and linear at the states x."""
+    if kind == "bert":
+        z = model.pooler.dense(x[0]).detach()
+        return lambda y: torch.tanh(z) / z * (y[0] @ model.pooler.dense.weight.detach().T)
+    if kind == "clip image":
+        norm = held_norm(model.vision_model.post_layernorm, x[0])
+        return lambda y: norm(y[0]) @ model.visual_projection.weight.detach().T
+    if kind == "clip text":  # the last norm is in x already, and CLIP reads the largest id
+        return lambda y: y[int(np.argmax(ids))] @ model.text_projection.weight.detach().T
+    head = model.head
+    mix, n = head.attention, head.attention.num_heads
+    w, b = mix.in_proj_weight.detach().chunk(3), mix.in_proj_bias.detach().chunk(3)
+
+    def by_head(k: int, y: torch.Tensor, bias: float = 1.0) -> torch.Tensor:
+        return (y @ w[k].T + bias * b[k]).unflatten(-1, (n, -1)).transpose(0, 1)
+
+    query, key = by_head(0, head.probe[0].detach()), by_head(1, x)
+    weights = (query @ key.mT / key.shape[-1] ** 0.5).softmax(-1)
+    attended = mix.out_proj((weights @ by_head(2, x)).transpose(0, 1).flatten(1)).detach()
+    after, inner = held_norm(head.layernorm, attended), head.mlp.fc1(head.layernorm(attended)).detach()
+    gain = model.head.mlp.activation_fn(inner) / inner
+
+    def end(y: torch.Tensor) -> torch.Tensor:
+        mixed = (weights @ by_head(2, y, 0.0)).transpose(0, 1).flatten(1) @ mix.out_proj.weight.detach().T
+        widened = gain * (after(mixed) @ head.mlp.fc1.weight.detach().T)
+        return (mixed + widened @ head.mlp.fc2.weight.detach().T)[0]
+
+    return end
+
+
+@pytest.mark.parametrize("kind", ["bert", "clip text", "clip image", "siglip image"])
+def test_one_push_per_token_through_the_models_own_end(kind: str) -> None:
+    model = tower(kind)
+    lens, parts = tl.Lens(model), []
+    inputs = [PICTURE, PICTURE.flip(-1)] if "image" in kind else [[*A, 2], [*B, 2]]
+    for one in inputs:
+        T = lens(one)
+        end = held_end(kind, model, T.output, one)
+        parts.append(
+            np.stack(
+                [end(T.apply(T.input * (torch.arange(T.n_tokens) == i)[:, None])).numpy() for i in range(T.n_tokens)]
+            )
+        )
+    found = tl.similarity(lens, *inputs, measure="dot")
+    truth = np.einsum("ic,jc->ij", *parts)
+    np.testing.assert_allclose(
+        found.scores[:-1, :-1].numpy(), truth, rtol=0, atol=1e-12 * max(1.0, np.abs(truth).max())
+    )
+    assert np.abs(truth).max() > 1e-3
+
+
 def encoder_folder(folder: Path, pooling: dict[str, Any], *, dense: bool = True) -> tl.Lens:
     build("bert").save_pretrained(folder)
     rows = [

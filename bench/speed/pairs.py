@@ -19,6 +19,7 @@ import transformers as hf
 import tensorlens as tl
 from bench.speed.timing import timed
 from bench.tables import markdown
+from tensorlens.batches import MOST_SAMPLES
 
 IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -50,12 +51,16 @@ def encoder_rows(device: str, tiny: bool) -> list[dict[str, str]]:
     plain = timed(lambda: model(ids).last_hidden_state.mean().backward())
     pair = timed(lambda: tl.similarity(lens, texts[0], texts[1], pooling="mean"))
     recorded = timed(lambda: [lens(text) for text in texts] and None, n=2)
+    most = MOST_SAMPLES[device]
+    together = timed(lambda: [lens.batch(texts[k : k + most]) for k in range(0, many, most)] and None, n=2)
     search = timed(lambda: tl.similarities(lens, texts[0][:14], texts, pooling="mean") and None, n=2)
     return [
         row("MPNet, 128 tokens: forward and backward", plain),
         row("pair map of 128 × 128 tokens", pair, plain.seconds),
-        row(f"{many} passages recorded", recorded),
+        row(f"{many} passages recorded one by one", recorded),
+        row(f"{many} passages recorded in batches", together, recorded.seconds),
         row(f"one query of 14 tokens against {many} passages", search, recorded.seconds),
+        row("the same, in units of the batches", search, together.seconds),
     ]
 
 
