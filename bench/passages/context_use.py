@@ -2,7 +2,7 @@
 
 Four scenarios for each fact. *Conflicting*: the context contradicts what the model knows, or tells of a country that
 does not exist. *Irrelevant*: it says nothing of it. *Double*: two sentences contradict it and each other. *Mixed*: one
-contradicts it, and the other has the same word without an answer. What was used is known from the model's own answers:
+gives the answer, and the other has the same word without being an answer. What was used is known from the model's own answers:
 to the prompt, and where two sentences have the word, to each of them alone. A map should give more of the answer to a
 context that was used than to one that was not, and more to the sentence that was used than to the other.
 """
@@ -51,30 +51,23 @@ def prompts(number: int) -> dict[str, list[Prompt]]:
     """By set: what is compared within each. Where two prompts have the same context, at most one fits the model."""
     country, capital = CAPITALS[number].split()
     other, third = (CAPITALS[(number + shift) % len(CAPITALS)].split()[1] for shift in (5, 11))
-    invented, question = INVENTED[number % len(INVENTED)], f" The capital of {country} is"
-
-    def moved(city: str) -> str:
-        return f"The government has moved: the capital of {country} is now {city}."
-
-    double = (f"In the new atlas, the capital of {country} is {other}.", moved(third))
-    mixed = (moved(other), f"It rained in {other} last week.")
-    mixed = mixed if number % 2 else mixed[::-1]
+    invented = INVENTED[number % len(INVENTED)]
+    known, unknown = (f" The capital of {name} is the city of" for name in (country, invented))
+    moved = f"The government has moved: the capital of {country} is now {{}}."
+    told = f"Far away, the capital of {invented} is {other}."
+    double = (f"In the new atlas, the capital of {country} is {other}.", moved.format(third))
+    mixed = (told, f"It rained in {other} last week.")[:: 1 if number % 2 else -1]
     return {
         "context or memory": [
-            Prompt((moved(other),), question, f" {other}", (True,)),
-            Prompt(
-                (f"Far away, the capital of {invented} is {other}.",),
-                f" The capital of {invented} is",
-                f" {other}",
-                (True,),
-            ),
-            Prompt((BESIDE[number % 2],), question, f" {capital}", (False,)),
+            Prompt((moved.format(other),), known, f" {other}", (True,)),
+            Prompt((told,), unknown, f" {other}", (True,)),
+            Prompt((BESIDE[number % 2],), known, f" {capital}", (False,)),
         ],
         "two answers": [
-            Prompt(double, question, f" {other}", (True, False)),
-            Prompt(double, question, f" {third}", (False, True)),
+            Prompt(double, known, f" {other}", (True, False)),
+            Prompt(double, known, f" {third}", (False, True)),
         ],
-        "the word twice": [Prompt(mixed, question, f" {other}", tuple(one == moved(other) for one in mixed))],
+        "the word twice": [Prompt(mixed, unknown, f" {other}", tuple(one == told for one in mixed))],
     }
 
 
