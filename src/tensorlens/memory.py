@@ -1,12 +1,12 @@
-"""The one table of memory shares; how much memory is free, how to free it, and work cut into portions that fit."""
+"""The one table of memory shares; how much memory is free, work cut into portions that fit, copies without waiting."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -177,3 +177,26 @@ def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch failed for lack of memory; on the CPU it says so in words only."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+# Copies between host and device -------------------------------------------------------------------------------------
+
+
+def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Numbers on a device, without waiting for it: a copy from ordinary memory waits for all work under way."""
+    found = torch.tensor(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.to(device)
+
+
+def on_its_way(values: Tensor) -> Callable[[], Tensor]:
+    """A copy for the CPU that is begun now; a call waits for it, and for nothing that was begun later."""
+    if not values.is_cuda:
+        return lambda: values.cpu()
+    copy, done = values.to("cpu", non_blocking=True), torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+
+    def wait() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return wait

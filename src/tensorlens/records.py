@@ -163,7 +163,10 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, (list, tuple)):
         return [one if type(one) in _LEAVES else _plain(one, depth - 1) for one in value]
     if isinstance(value, dict):
-        return {_key(name): one if type(one) in _LEAVES else _plain(one, depth - 1) for name, one in value.items()}
+        return {
+            name if type(name) is str else _key(name): one if type(one) in _LEAVES else _plain(one, depth - 1)
+            for name, one in value.items()
+        }
     for kind in (str, int, float):  # such as numpy's, which are kinds of Python's
         if isinstance(value, kind):
             return kind(value)

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.device_work import on_its_way, sent
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.maps.defaults import METHOD_OF_CLASSES, own_prediction
 from tensorlens.maps.targets import Classes, Target, no_head
+from tensorlens.memory import on_its_way, sent
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Recording

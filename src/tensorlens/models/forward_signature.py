@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import KeysView, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +21,28 @@ WHAT_IS_NEEDED = (
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def signature_of(model: nn.Module) -> inspect.Signature:
+class Forward:
+    """What a model's forward takes.
+
+    Attributes:
+        signature: All of it.
+        names: The arguments that can be passed by name, in order.
+        needed: Those without a default.
+        is_open: Whether it takes any other name too.
+    """
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+        self.names, self.needed, self.is_open = dict[str, inspect.Parameter](), set[str](), False
+        for parameter in signature.parameters.values():
+            self.is_open |= parameter.kind is parameter.VAR_KEYWORD
+            if parameter.kind in _NAMED:
+                self.names[parameter.name] = parameter
+            if parameter.default is parameter.empty and parameter.kind in (*_NAMED, parameter.POSITIONAL_ONLY):
+                self.needed.add(parameter.name if parameter.kind in _NAMED else "/")  # which no name can be
+
+
+def forward_of(model: nn.Module) -> Forward:
     """What a model's forward takes, looked up once per function of a class.
 
     A wrapper on the instance may show the function of the class, with its `self`.
@@ -29,16 +50,16 @@ def signature_of(model: nn.Module) -> inspect.Signature:
     if "forward" in vars(model):
         found = inspect.signature(model.forward)
         names = list(found.parameters.values())
-        return found.replace(parameters=names[1:]) if names and names[0].name == "self" else found
+        return Forward(found.replace(parameters=names[1:]) if names and names[0].name == "self" else found)
     function = getattr(model.forward, "__func__", None)
     if not inspect.isfunction(function):
-        return inspect.signature(model.forward)
-    if function not in _SIGNATURES:
-        _SIGNATURES[function] = inspect.signature(model.forward)
-    return _SIGNATURES[function]
+        return Forward(inspect.signature(model.forward))
+    if function not in _FORWARDS:
+        _FORWARDS[function] = Forward(inspect.signature(model.forward))
+    return _FORWARDS[function]
 
 
-_SIGNATURES: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+_FORWARDS: WeakKeyDictionary[Any, Forward] = WeakKeyDictionary()
 
 
 def ask(model: nn.Module, method: str) -> Any:
@@ -49,19 +70,19 @@ def ask(model: nn.Module, method: str) -> Any:
         return None
 
 
-def forward_parameters(model: nn.Module) -> set[str]:
+def forward_parameters(model: nn.Module) -> KeysView[str]:
     """Names of the arguments that a model's forward takes."""
-    return set(signature_of(model).parameters)
+    return forward_of(model).names.keys()
 
 
 def first_parameter(model: nn.Module) -> str:
     """Name of the first argument of a model's forward; if it passes on everything it gets, that of the one inside."""
-    parameters = signature_of(model).parameters.values()
-    found = next((parameter.name for parameter in parameters if parameter.kind in _NAMED), None)
+    forward = forward_of(model)
+    found = next(iter(forward.names), None)
     if found is not None:
         return found
     inside = list(model.children())
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if not forward.is_open:
         raise InputError(
             f"`{type(model).__name__}.forward` takes positional arguments only; the lens calls a model by "
             f"argument names. Pass the inner module to the lens, or let forward take `**kwargs` too."
@@ -75,18 +96,17 @@ def first_parameter(model: nn.Module) -> str:
 
 def takes_mapping(model: nn.Module) -> bool:
     """Whether the first argument of a model's forward is said to be a dictionary."""
-    parameters = list(signature_of(model).parameters.values())
+    parameters = list(forward_of(model).signature.parameters.values())
     annotation = str(parameters[0].annotation).lower() if parameters else ""
     return "dict[" in annotation or "mapping" in annotation or annotation in ("dict", "<class 'dict'>")
 
 
 def ids_parameter(model: nn.Module) -> str:
     """Name of the argument that takes token ids: `input_ids`, or the first one, whatever it is called."""
-    parameters = signature_of(model).parameters
-    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if "input_ids" in parameters or is_open and not takes_mapping(model) and hasattr(model, "config"):
+    forward = forward_of(model)
+    if "input_ids" in forward.names or forward.is_open and not takes_mapping(model) and hasattr(model, "config"):
         return "input_ids"
-    if "pixel_values" in parameters or not any(isinstance(module, nn.Embedding) for module in model.modules()):
+    if "pixel_values" in forward.names or not any(isinstance(module, nn.Embedding) for module in model.modules()):
         raise InputError(
             f"Got token ids, but `{type(model).__name__}` has no token embedding. Pass what it takes, or "
             "embeddings of shape (token, channel)."
@@ -96,8 +116,11 @@ def ids_parameter(model: nn.Module) -> str:
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that a model's forward cannot be called with, before the call."""
+    forward, given = forward_of(model), arguments.keys()
+    if forward.needed <= given and (forward.is_open or given <= forward.names.keys()):
+        return
     try:
-        signature_of(model).bind(**arguments)
+        forward.signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
             f"`{type(model).__name__}` cannot be called with these inputs "
@@ -107,10 +130,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 def constant_arguments(model: nn.Module) -> dict[str, Any]:
     """No cache, which would cut the influence of earlier tokens; outputs by name."""
-    parameters = signature_of(model).parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
-    if "return_dict" in parameters or open_ended and hasattr(model, "base_model_prefix"):
+    forward = forward_of(model)
+    arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in forward.names else {}
+    if "return_dict" in forward.names or forward.is_open and hasattr(model, "base_model_prefix"):
         arguments["return_dict"] = True
     return arguments
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.defaults import own_prediction
-from tensorlens.models.forward_signature import signature_of
+from tensorlens.models.forward_signature import forward_of
 from tensorlens.models.precision import in_float64
 from tensorlens.plugins.weighted_logits import logit_parts, logits_of
 from tensorlens.recording.conventions import Rules
@@ -71,7 +71,7 @@ class TensorAttribution(Attribution):
         """The arguments of each sample by name."""
         first = inputs if isinstance(inputs, tuple) else (inputs,)
         rest = () if more is None else more if isinstance(more, tuple) else (more,)
-        names = signature_of(self.lens.model).parameters
+        names = forward_of(self.lens.model).names
         given = {name: value for name, value in zip(names, (*first, *rest), strict=False) if value is not None}
         n = len(first[0])
         return [

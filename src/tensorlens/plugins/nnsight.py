@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.forward_signature import signature_of
+from tensorlens.models.forward_signature import forward_of
 from tensorlens.recording.conventions import Rules
 
 
@@ -37,5 +37,5 @@ def traced_input(model: Any, inputs: Any) -> dict[str, Any]:
         raise InputError(
             f"Expected `model.inputs` as saved in a trace, a pair of arguments; got {type(inputs).__name__}."
         )
-    names = signature_of(model._module).parameters
+    names = forward_of(model._module).names
     return dict(zip(names, inputs[0], strict=False)) | dict(inputs[1])
