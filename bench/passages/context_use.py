@@ -3,8 +3,8 @@
 Four scenarios for each fact. *Conflicting*: the context contradicts what the model knows, or tells of a country that
 does not exist. *Irrelevant*: it says nothing of it. *Double*: two sentences contradict it and each other. *Mixed*: one
 gives the answer, and the other has the same word without being an answer. What was used is known from the model's own
-answers: to the prompt, and where two sentences have the word, to each of them alone. A map should give more of the answer to a
-context that was used than to one that was not, and more to the sentence that was used than to the other.
+answers: to the prompt, and where two sentences have the word, to each of them alone. A map should give more of the
+answer to a context that was used than to one that was not, and more to the sentence that was used than to the other.
 """
 
 from __future__ import annotations
