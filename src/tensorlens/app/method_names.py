@@ -33,11 +33,7 @@ METHOD_NAMES = (
 
 
 def check_method_name(name: str) -> None:
-    """Refuse a name that no method has.
-
-    Raises:
-        MethodError: There is no such method; the message names the nearest.
-    """
+    """Refuse a name that no method has."""
     if name not in METHOD_NAMES:
         near = get_close_matches(name, METHOD_NAMES, n=3, cutoff=0.4)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -47,10 +43,6 @@ def check_method_name(name: str) -> None:
 
 
 def check_name_with_member(name: str) -> None:
-    """The same for a name that may have a rule set after an @.
-
-    Raises:
-        MethodError: There is no such method or rule set.
-    """
+    """The same for a name that may have a rule set after an @."""
     check_method_name(split(name)[0])
     check_member(name)

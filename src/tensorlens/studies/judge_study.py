@@ -41,7 +41,7 @@ from tensorlens.studies.datasets import rows_of
 from tensorlens.studies.intervals import N_RESAMPLES, short
 from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import Section, Table, with_interval, write_page
-from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings
+from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings, reason_of
 
 SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
@@ -391,11 +391,6 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def reason_of(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 # Measures -------------------------------------------------------------------------------------------------------------

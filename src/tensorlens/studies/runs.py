@@ -322,6 +322,11 @@ def _in_lines(bar: tqdm) -> Iterator[tqdm]:
         thread.join()
 
 
+def reason_of(error: BaseException) -> str:
+    """An error in one line, as records and summaries hold it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 

@@ -47,12 +47,7 @@ ANSWERS_KEPT = 2
 
 
 class Answers:
-    """Everything the explorer computes and keeps.
-
-    Args:
-        library: Models named at start.
-        limits: Bounds.
-    """
+    """Everything the explorer computes and keeps."""
 
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits

@@ -20,12 +20,7 @@ _MOST_PARTS = 3
 
 
 class Recent(Generic[Key, Value]):
-    """Keeps what was used last. The newest is kept even if it alone is too large. Safe to use from any thread.
-
-    Args:
-        most: How many.
-        most_bytes: How many bytes in all.
-    """
+    """Keeps what was used last. The newest is kept even if it alone is too large. Safe to use from any thread."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -58,11 +53,7 @@ class Recent(Generic[Key, Value]):
 
 
 class Parts:
-    """The attention tensor of one input with its latest parts, so that each has its bias and certificate found once.
-
-    Args:
-        whole: The tensor of all blocks and heads.
-    """
+    """The attention tensor of one input with its latest parts, so that each has its bias and certificate found once."""
 
     def __init__(self, whole: AttentionTensor) -> None:
         self.whole = whole

@@ -51,23 +51,14 @@ class Library:
     opened: dict[str, Lens] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
-        """Load a model that was not named at start: a bundled one or one of the hub, never a path.
-
-        Raises:
-            InputError: it is neither.
-            LoadError: it is not installed, or not there.
-        """
+        """Load a model that was not named at start: a bundled one or one of the hub, never a path."""
         if name not in BUNDLED and (_HUB_ID.fullmatch(name) is None or Path(name).exists()):
             raise InputError(f"Only bundled models and those of the hub can be added here; got {name[:80]!r}.")
         self.opened[name] = self.load(name)
         self.names = (*self.names, name)
 
     def lens(self, name: str) -> Lens:
-        """The lens of a model named at start.
-
-        Raises:
-            InputError: no such model was named.
-        """
+        """The lens of a model named at start."""
         if name not in self.names:
             known = ", ".join(self.names) or "none"
             raise InputError(
@@ -80,11 +71,7 @@ class Library:
 
 
 def open_library(arguments: Sequence[str], load: Callable[[str], Lens], **more: Any) -> Library:
-    """Tell models, saved maps and report folders of the command line apart, and read the maps; `more` is for `Library`.
-
-    Raises:
-        InputError: a map cannot be read.
-    """
+    """Tell models, saved maps and reports of the command line apart, and read the maps; `more` is for `Library`."""
     maps, reports, names = [], [], []
     for argument in arguments:
         path = Path(argument)

@@ -90,13 +90,7 @@ class TooLarge(InputError):
 
 
 def create_app(library: Library, *, access: Access | None = None, limits: Limits | None = None) -> Starlette:
-    """The explorer as an ASGI application.
-
-    Args:
-        library: The models, maps and reports it may show.
-        access: Host names and token; loopback without a token if None.
-        limits: Bounds on requests and memory; the defaults of `Limits` if None.
-    """
+    """The explorer as an ASGI application."""
     return _Explorer(library, limits or Limits()).app(access or Access())
 
 

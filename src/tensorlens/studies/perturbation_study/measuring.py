@@ -36,6 +36,7 @@ from tensorlens.studies.perturbation_study.measures import (
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
 from tensorlens.studies.plain_model import Outputs
+from tensorlens.studies.runs import reason_of
 from tensorlens.tensor import AttentionTensor
 
 RANDOM = "control.random"
@@ -286,7 +287,7 @@ def _made(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap |
         made = work.window(prepared)
     except TensorLensError as error:
         return [str(error)] if len(prepared) == 1 else [_made(work, [one])[0] for one in prepared]
-    return [[one if isinstance(one, TokenMap) else _reason(one) for one in maps.values()] for maps in made]
+    return [[one if isinstance(one, TokenMap) else reason_of(one) for one in maps.values()] for maps in made]
 
 
 def _pooled(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap | Missing] | Missing]:
@@ -302,7 +303,7 @@ def _pooled(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap
                 return tensor.map(name, -1)
             found = tensor.map(name, None, **work.asked.options(name))
         except TensorLensError as error:
-            return _reason(error)
+            return reason_of(error)
         scores = found.scores.mean(0, keepdim=True)
         if name == "tensor.in_out":
             cotangent = (tensor.output.mean(0) / len(tensor.output)).expand_as(tensor.output)
@@ -317,10 +318,6 @@ def _pooled(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap
         except TensorLensError as error:
             made.append(str(error))
     return made
-
-
-def _reason(error: TensorLensError) -> Missing:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 # Replaced copies ------------------------------------------------------------------------------------------------------

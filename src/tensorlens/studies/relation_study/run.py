@@ -7,7 +7,7 @@ the mean operator of the whole model, ``lre.fixed@embedding`` is LRE on the toke
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +49,7 @@ from tensorlens.studies.relation_study.prompts import (
     training_prompts,
 )
 from tensorlens.studies.relation_study.report import relation_report, relation_summary
-from tensorlens.studies.runs import Run, StudyResult, model_settings
+from tensorlens.studies.runs import Run, StudyResult, model_settings, reason_of
 
 LRE_SCALE = 2.5
 """LRE's fixed β."""
@@ -121,10 +121,13 @@ def relations(
         The summary, with accuracies by relation and category and what was left out and why, and where everything is.
     """
     chosen = chosen_options(RelationOptions, options, changes)
-    found, problems = load_relations(data, chosen.categories)
-    found = _limited(found, chosen.limit)
+    every, problems = load_relations(data, chosen.categories)
+    found = _limited(every, chosen.limit)
     decoder = _Decoder(lens, chosen)
-    run = Run(out, "relations", _describe(decoder.lens, found, chosen))
+    # What chose the relations need not be compared when a run is continued.
+    settings = {name: one for name, one in structs.asdict(chosen).items() if name not in ("limit", "categories")}
+    about = {"relations": {relation.key: relation.digest for relation in found}, "options": settings}
+    run = Run(out, "relations", model_settings(decoder.lens) | about)
     plan = [(relation, split) for relation in found for split in range(chosen.n_splits)]
     run.work([[i] for i in range(len(plan))], lambda group: [decoder.measure(*plan[i]) for i in group], progress)
     return run.finish(
@@ -132,16 +135,6 @@ def relations(
         lambda records: relation_summary(records, decoder.described(problems, found), chosen.min_test),
         relation_report,
     )
-
-
-def _describe(lens: Lens, found: list[Relation], options: RelationOptions) -> dict[str, Any]:
-    """Relations by name and content; what chose them need not be compared."""
-    settings = structs.asdict(options)
-    del settings["limit"], settings["categories"]
-    return model_settings(lens) | {
-        "relations": {relation.key: relation.digest for relation in found},
-        "options": settings,
-    }
 
 
 def _limited(relations: list[Relation], limit: int | None) -> list[Relation]:
@@ -181,7 +174,7 @@ class _Decoder:
         except _Skip as skip:
             return head | {"skipped": str(skip)}
         except TensorLensError as error:
-            return head | {"skipped": f"{type(error).__name__}: {error}"}
+            return head | {"skipped": reason_of(error)}
 
     def _decode(self, relation: Relation, aligned: tuple[Fact, ...], split: int) -> dict[str, Any]:
         options = self.options
@@ -215,18 +208,15 @@ class _Decoder:
         pairs = zip(facts.test, prompts, strict=True)
         aligned = [(fact, prompt) for fact, prompt in pairs if prompt.layout == like.layout]
         if not aligned:
-            return _Test(facts=[], prompts=[], answers=[], expected=[], n_candidates=0)
+            return _Test([], 0)
         logits = run_prompts(self.anatomy, [prompt.ids for _, prompt in aligned], ()).output
         top = logits.topk(min(self.options.top_k, logits.shape[-1])).indices.tolist()
-        rows = []
+        known = []
         for (fact, prompt), best in zip(aligned, top, strict=True):
             first = self.tokens.first_token(query_text(relation.template, fact.subject), fact.object)
-            if first in best:
-                rows.append((fact, prompt, best[0], first))
-        chosen = sorted(random.Random(seed).sample(range(len(rows)), min(self.options.max_test, len(rows))))
-        columns = zip(*(rows[i] for i in chosen), strict=True) if chosen else ([], [], [], [])
-        known, prompts, answers, expected = (list(column) for column in columns)
-        return _Test(facts=known, prompts=prompts, answers=answers, expected=expected, n_candidates=len(aligned))
+            known += [(fact, prompt, best[0], first)] if first in best else []
+        chosen = sorted(random.Random(seed).sample(range(len(known)), min(self.options.max_test, len(known))))
+        return _Test([known[i] for i in chosen], len(aligned))
 
     def _model_scores(self, relation: Relation, test: _Test) -> dict[str, Any]:
         said = [self.tokens.decode(answer) for answer in test.answers]
@@ -293,15 +283,13 @@ class _Skip(Exception):
     """Why a split cannot be scored."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Test:
-    """Test facts with their prompts, the model's own answers and the objects' first tokens."""
+    """Test facts with their prompts, the model's own answers and the objects' first tokens, of so many candidates."""
 
-    facts: list[Fact]
-    prompts: list[RelationPrompt]
-    answers: list[int]
-    expected: list[int]
-    n_candidates: int
+    def __init__(self, rows: list[tuple[Fact, RelationPrompt, int, int]], n_candidates: int) -> None:
+        self.facts, self.prompts = [row[0] for row in rows], [row[1] for row in rows]
+        self.answers, self.expected = [row[2] for row in rows], [row[3] for row in rows]
+        self.n_candidates = n_candidates
 
 
 def _best_lre(tuned: dict[str, Tuned]) -> str | None:
