@@ -164,6 +164,32 @@ def test_reasons_say_what_the_records_say():
     assert f"{of[0]:.2f} on held-out" in component and f"rules have {of[1]:.2f}" in component
 
 
+@pytest.mark.parametrize("question", ["word", "passage", "component"])
+def test_what_is_recommended_is_what_the_first_halves_choose(question):
+    """For each question the best of the first halves, by the same judges in all models, with nothing from bench."""
+    import tensorlens as tl
+
+    judges = {"word": ("evidence",), "passage": ("documents", "needles", "injections"), "component": ("patching",)}
+    runs = [halves(*_judged(path))[0] for path in FILES if path.name.startswith(judges[question])]
+    runs = [{name: mean_of_means(sets) for name, sets in run.items() if _of_T(name)} for run in runs]
+    common = {name: sum(run[name] for run in runs) / len(runs) for name in set.intersection(*map(set, runs))}
+    best = max(common, key=lambda name: (round(common[name], 6), _of_rules(name, common)))
+    found = tl.recommended(question)
+    rules = best.partition("@")[2] or best.partition(", ")[0]
+    assert found.rules == tl.Rules.of("paper" if rules == "tensor.in_class" else rules)
+    assert question != "passage" or found.target == best.partition(", ")[2]
+
+
+def _of_T(name):
+    return name.startswith(("tensor.", "patching@")) or ", " in name
+
+
+def _of_rules(name, common):
+    """On a level: the mean over all targets of the same rules."""
+    same = [value for other, value in common.items() if other.partition(", ")[0] == name.partition(", ")[0]]
+    return sum(same) / len(same)
+
+
 def _judged(path):
     _, lines = lines_of(path)
     return lines[0]["judge"], lines

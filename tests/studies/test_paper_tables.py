@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import tensorlens as tl
 from tensorlens.app.cli import app
 from tensorlens.errors import InputError, LoadError
+from tensorlens.studies.paper import training
 from tensorlens.studies.paper.protocol import Protocol, read_protocol
 from tensorlens.studies.paper.run import TABLES, PaperTable
 
@@ -278,8 +279,14 @@ def test_class_folders_are_counted_in_alphabetical_order():
 
 
 @pytest.mark.parametrize("name", ["modernbert", "gemma3"])
-def test_models_are_fine_tuned_and_then_measured(tmp_path, name):
+def test_models_are_fine_tuned_and_then_measured(tmp_path, name, monkeypatch):
+    trained_on, train = [], training._train
+    monkeypatch.setattr(training, "_train", lambda *given: (trained_on.extend(given[2]), train(*given)))
     lines, table = made(tmp_path, name)
+    rows = [line.split(",") for line in (tmp_path / "data/imdb/reviews.csv").read_text().split("\n")[1:]]
+    text = {source: (review, int(label)) for review, label, source in rows}
+    measured = {text[line["columns"]["source"]] for line in lines}
+    assert set(trained_on) <= set(text.values()) and len(trained_on) == 12 and not measured & set(trained_on)
     about = json.loads((tmp_path / "out" / "model" / "trained.json").read_text())
     assert about["n_training"] + about["n_held_out"] == 24 and "fine-tuned here on 12 reviews" in table
     assert "watched: the state of the last token" in table and len(lines) == 4
