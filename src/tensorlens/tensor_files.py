@@ -32,8 +32,8 @@ from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.module_paths import ModulePlaces
-from tensorlens.recording.recording import Head, ModuleOutput, Recording, Span
+from tensorlens.recording.module_paths import ModuleOutput, ModulePlaces
+from tensorlens.recording.recording import Head, Recording, Span
 
 FORMAT = "tensorlens.attention_tensor/2"
 

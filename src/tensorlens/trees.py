@@ -42,12 +42,16 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return change(value)
-    if kind in _PLAIN or _holds_none(value):
+    if kind in _PLAIN:
         return value
-    if kind is dict:
-        return {name: map_tensors(change, part) for name, part in value.items()}
-    if kind is tuple or kind is list:
-        return kind([map_tensors(change, part) for part in value])
+    if kind is tuple or kind is list or kind is dict:
+        parts, new, holds_some = value.values() if kind is dict else value, list[Any](), False
+        for part in parts:
+            new.append(map_tensors(change, part))
+            holds_some |= new[-1] is not part or isinstance(part, Tensor)
+        return (dict(zip(value, new, strict=True)) if kind is dict else kind(new)) if holds_some else value
+    if _holds_none(value):
+        return value
     return tree_map(lambda leaf: _changed(leaf, change), value, is_leaf=_holds_none)
 
 

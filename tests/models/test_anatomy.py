@@ -282,7 +282,7 @@ def test_stages_are_one_chain_and_their_channels_are_those_of_the_weights():
     found = at(model, x=torch.randn(1, 3, 8, 8))
     assert [type(block) for block in found.blocks] == [Conv] * 5
     assert found.channels == (1,) * 6
-    assert axis_layout(torch.randn(1, 6, 4, 4), found.channels[-1]).to_tokens(torch.randn(1, 6, 4, 4)).shape == (
+    assert axis_layout((1, 6, 4, 4), found.channels[-1]).to_tokens(torch.randn(1, 6, 4, 4)).shape == (
         1,
         16,
         6,
@@ -337,7 +337,7 @@ def test_torch_encoder_with_a_mask(state, channel):
     found = at(model, src=state, src_key_padding_mask=mask)
     assert (found.stack, found.body_end, found.has_head) == ("layers", "norm", False)
     assert found.channels == (channel,) * 3
-    layout = axis_layout(state, found.channels[0])
+    layout = axis_layout(state.shape, found.channels[0])
     torch.testing.assert_close(layout.to_tokens(state), STATE)
     torch.testing.assert_close(layout.to_native(STATE), state)
 

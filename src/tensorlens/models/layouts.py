@@ -57,18 +57,19 @@ class AxisLayout(NamedTuple):
         return x.reshape(sizes).permute(back)
 
 
-def axis_layout(state: Tensor, channel: int | None, n_tokens: int | None = None, n_samples: int = 1) -> AxisLayout:
+def axis_layout(
+    shape: tuple[int, ...], channel: int | None, n_tokens: int | None = None, n_samples: int = 1
+) -> AxisLayout:
     """How a state is laid out.
 
     Args:
-        state: What enters a block, or leaves the body.
+        shape: Of what enters a block, or leaves the body.
         channel: The axis that the weights read as channels, from `Anatomy.channels`; the last one if None.
         n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, or without an
             axis of samples, axes of other sizes are then streams, which are channels.
         n_samples: How many samples there are.
     """
-    shape = tuple(state.shape)
-    last = len(shape) - 1
+    shape, last = tuple(shape), len(shape) - 1
     if len(shape) < 2:
         raise AnatomyError(f"Expected a state with tokens and channels; got one of shape {shape}.")
     if len(shape) == 2:
@@ -96,7 +97,7 @@ def state_layout(
         n_samples: How many samples there are.
     """
     channel = channels[n] if channels and n < len(channels) else None
-    return axis_layout(state, channel, n_text_tokens(inputs), n_samples)
+    return axis_layout(state.shape, channel, n_text_tokens(inputs), n_samples)
 
 
 def n_text_tokens(inputs: Mapping[str, Any]) -> int | None:
@@ -190,4 +191,6 @@ def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
 def is_plain(value: Any) -> bool:
     """Whether an argument is made of tensors and plain values: no object that a call may change, such as a cache."""
     plain = (Tensor, int, float, str, slice, torch.dtype, torch.device, type, NoneType)
+    if type(value) is tuple or type(value) is list:
+        return all(map(is_plain, value))
     return isinstance(value, plain) or all([isinstance(leaf, plain) for leaf in tree_leaves(value)])

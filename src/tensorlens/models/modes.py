@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,8 @@ LARGE = 10_000
 _left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
 _callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _OF_TORCH = frozenset(vars(nn.Module()))
+_UNTOUCHED = frozenset([int, float, bool, str, type(None), torch.dtype, FunctionType])
+"""Types of which no pass changes a value in place."""
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -65,12 +68,16 @@ class _Kept:
         for module in modules:
             own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
             self._owned.append((module, own, buffers))
-            for value in (*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()):
-                if isinstance(value, Tensor):
-                    if value.is_leaf and not (isinstance(value, nn.Parameter) or value.is_meta or value.is_inference()):
+            values: list[Any] = [*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()]
+            for value in values:
+                kind = type(value)  # not `isinstance`, which asks a config for its `__class__` by Python code
+                if kind in _UNTOUCHED:
+                    continue
+                if issubclass(kind, Tensor):
+                    if value.is_leaf and not (issubclass(kind, nn.Parameter) or value.is_meta or value.is_inference()):
                         self._copies.append((value, value._version, value.clone()))
-                elif isinstance(value, (list, dict, set)) and len(value) <= LARGE:
-                    copied = value.copy() if type(value) in (list, dict, set) else copy(value)
+                elif issubclass(kind, (list, dict, set)) and len(value) <= LARGE:
+                    copied = value.copy() if kind in (list, dict, set) else copy(value)
                     self._containers.append((value, copied))
 
     def put_back(self) -> None:
@@ -148,7 +155,7 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with _in_own_modes():
+        with _in_own_modes() if _are_others() else nullcontext():
             return function(*args, **kwargs)
 
     return called
@@ -157,7 +164,7 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
     """The same for a generator: between two items the caller's own modes are restored."""
     while True:
-        with _in_own_modes():
+        with _in_own_modes() if _are_others() else nullcontext():
             try:
                 step = next(steps)
             except StopIteration:
@@ -168,6 +175,12 @@ def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
 def modes_left() -> tuple[str, ...]:
     """What was switched off for the work under way and would have changed its numbers."""
     return _left.get()
+
+
+def _are_others() -> bool:
+    """Whether the caller has set any mode."""
+    has_default = torch.get_default_device().type != "cpu"
+    return has_default or torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, ACCELERATORS))
 
 
 @contextmanager

@@ -65,7 +65,8 @@ def _begin_reporting(modules: Sequence[nn.Module]) -> None:
             n_looking, own = _reporting.get(id(module), (0, module.__dict__.get("_compiled_call_impl")))
             _reporting[id(module)] = n_looking + 1, own
             if n_looking == 0:
-                module.__dict__["_compiled_call_impl"] = _reporter(module, own)
+                call = type(module)._call_impl if own is None else functools.partial(_call_own, own)
+                module.__dict__["_compiled_call_impl"] = functools.partial(_report, module, call)
 
 
 def _end_reporting(modules: Sequence[nn.Module]) -> None:
@@ -80,14 +81,13 @@ def _end_reporting(modules: Sequence[nn.Module]) -> None:
                 module.__dict__["_compiled_call_impl"] = own
 
 
-def _reporter(module: nn.Module, own: Call | None) -> Call:
-    call = type(module)._call_impl if own is None else lambda _, *args, **kwargs: own(*args, **kwargs)
+def _report(module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+    observer = _thread.observer
+    return call(module, *args, **kwargs) if observer is None else observer(module, call, args, kwargs)
 
-    def report(*args: Any, **kwargs: Any) -> Any:
-        observer = _thread.observer
-        return call(module, *args, **kwargs) if observer is None else observer(module, call, args, kwargs)
 
-    return report
+def _call_own(own: Call, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs)
 
 
 def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:

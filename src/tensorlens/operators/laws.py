@@ -115,11 +115,12 @@ class LawEvidence:
     def _held(self, there: dict[int, float], left: dict[int, float]) -> dict[str, float]:
         squares: dict[str, tuple[float, float]] = {}
         modules = self.recording.modules if there else ()
-        for path, slot in modules:
+        for module in modules:
+            path, slot = module.path, module.slot
             if slot is None or slot in there:  # without a slot it is held whole, unless it also gave something live
                 zero, whole = squares.get(path, (0.0, 0.0))
                 squares[path] = (zero, whole) if slot is None else (zero + left[slot] ** 2, whole + there[slot] ** 2)
-        all_held = {path for path, slot in modules if slot is None}
+        all_held = {module.path for module in modules if module.slot is None}
         return {
             path: (zero / whole) ** 0.5 if whole else 1.0
             for path, (zero, whole) in squares.items()

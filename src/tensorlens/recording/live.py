@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def spec_of(value: Tensor) -> Spec:
     """What kind of tensor a value is."""
-    return Spec(tuple(value.shape), value.dtype, value.device)
+    return Spec(value.shape, value.dtype, value.device)
 
 
 class Followed(Tensor):
@@ -54,16 +55,8 @@ class Followed(Tensor):
 
     role: Role | None = None
     of: Any
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        run = now.tape
-        if run is None:
-            _refuse_elsewhere(func, args, kwargs or {})
-            return raw(func, *args, **(kwargs or {}))
-        return run.call(func, types, args, kwargs or {})
+    __torch_function__: Any
+    """`tape.by_rule` itself, and no method that calls it: this runs for every function of a pass."""
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """The same numbers in new memory, live on the same tape: a copied tape would not belong to the recording."""
@@ -111,6 +104,10 @@ class Live(Followed):
     seen: int | None = None
 
 
+for _name in Spec._fields:
+    setattr(Live, _name, property(attrgetter(f"spec.{_name}")))
+
+
 class WithRole(Followed):
     """A held tensor that carries a role: attention, a gate, a decision."""
 
@@ -124,8 +121,8 @@ class Whole(WithRole):
 FOLLOWED = frozenset([Live, WithRole, Whole])
 
 
-def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a live tensor of a recording in another thread: what is computed from it here would be lost."""
+def elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function outside of a recording; one of a live tensor is refused: another thread is recording it."""
     for tensor in found_in(args, kwargs):
         if type(tensor) is Live and tensor.of.is_running:
             name = getattr(function, "__name__", str(function))
@@ -134,6 +131,7 @@ def _refuse_elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
                 "rule sees it. Run the branches of the model one after the other."
             )
             raise tensor.of.refused
+    return raw(function, *args, **kwargs)
 
 
 def is_live(value: Any) -> TypeIs[Live]:
@@ -150,7 +148,8 @@ def value_of(value: Any) -> Any:
     """The numbers alone: an ordinary tensor in the same memory."""
     if type(value) is Tensor and not value.requires_grad or not isinstance(value, Tensor):
         return value
-    return raw(Tensor.detach, value)
+    with quiet(), no_kernels():
+        return Tensor.detach(value)
 
 
 PLAIN = frozenset([int, float, bool, str, slice, type(None), type(...), torch.dtype, torch.device, complex])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from functools import cached_property
 from typing import Any
 
+import msgspec
+import torch
 from torch import Tensor, nn
 
 from tensorlens.errors import InputError
+from tensorlens.models.layouts import main_tensor
 from tensorlens.models.module_calls import forward_replaced, module_tree
-from tensorlens.recording.live import found_in
+from tensorlens.program.marks import Choice
+from tensorlens.recording.live import Live, found_in, raw
 from tensorlens.recording.rules.modules import (
     adapted_places,
     calls_kernels,
@@ -26,8 +29,13 @@ from tensorlens.recording.writes import address_of
 Forward = Callable[..., Any]
 At = Callable[[nn.Module, str, Forward, tuple[Any, ...], dict[str, Any]], Any]
 """What to do at a module: takes it, its path, its forward, and the arguments of the call."""
-After = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
-"""Called with the path of a module, its arguments and its result."""
+
+
+class ModuleOutput(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a module gave: its slot, or None where all of it is held."""
+
+    path: str
+    slot: int | None
 
 
 class ModulePlaces:
@@ -45,8 +53,11 @@ class ModulePlaces:
         for path, module in self.tree.items():
             for kind in (module._parameters, module._buffers):
                 for name, weight in kind.items():
-                    if weight is not None:
-                        self.weights |= _parts(f"{path}.{name}" if path else name, weight)
+                    full = f"{path}.{name}" if path else name
+                    if type(weight) is nn.Parameter or type(weight) is Tensor:
+                        self.weights[full] = weight
+                    elif weight is not None:
+                        self.weights |= _parts(full, weight)
 
     def adapted(self) -> dict[int, str]:
         """Modules that have an adapter by their place in their parent, by identity, and those places."""
@@ -59,11 +70,6 @@ class ModulePlaces:
             if type(parent) in wanted
             for name, child in parent._modules.items()
         }
-
-    @cached_property
-    def addresses(self) -> dict[str, int]:
-        """Where the memory of each weight begins."""
-        return {name: address_of(weight) for name, weight in self.weights.items()}
 
 
 def _parts(name: str, weight: Any) -> dict[str, Tensor]:
@@ -81,7 +87,10 @@ class ModuleCalls:
         run: The tape.
         at: What to do at modules that are watched.
         watched: These, by identity.
-        after: Called with the output of every other module.
+
+    Attributes:
+        outputs: What each module gave, once `is_noting` says so, in the order in which they returned.
+        choices: The experts that modules were told to take.
     """
 
     def __init__(
@@ -90,9 +99,11 @@ class ModuleCalls:
         run: Tape,
         at: At | None = None,
         watched: Collection[int] = (),
-        after: After | None = None,
     ) -> None:
-        self.run, self.at, self.watched, self.after = run, at, watched, after
+        self.run, self.at, self.watched = run, at, watched
+        self.is_noting = False
+        self.outputs: list[ModuleOutput] = []
+        self.choices: list[Choice] = []
         self._names, self._adapted = places.names, places.adapted()
         self._plain: dict[type, bool] = {}
 
@@ -111,11 +122,24 @@ class ModuleCalls:
                 output = call(module, *args, **kwargs)
             else:
                 output = self._forward(module, call, *args, **kwargs)
-            if self.after is not None:
-                self.after(name, args, kwargs, output)
+            if self.is_noting:
+                self.note(name, args, kwargs, output)
             return output
         finally:
             path.pop()
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note what a module gave, and the experts that it was told to take."""
+        state = output[0] if type(output) is tuple and output else output
+        state = state if type(state) is Live else raw(main_tensor, output)
+        if type(state) is Live:
+            self.outputs.append(ModuleOutput(name, self.run.slot_of(state)))
+        elif state is not None and found_in(args, kwargs):
+            self.outputs.append(ModuleOutput(name, None))
+        if len(args) > 1 and self.run.block is not None:
+            chosen = next((x for x in args[1:] if _is_choice(x)), None)
+            if chosen is not None:
+                self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
 
     def _forward(self, module: nn.Module, call: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a module: by its adapter if it has one and something live comes in."""
@@ -124,14 +148,18 @@ class ModuleCalls:
             self._plain[kind] = not has_adapter(kind) and not calls_kernels(kind.forward)
         own = module.__dict__.get("forward", module.forward)
         forward = with_kernels(self.run, own)
-        if found_in(args, kwargs):
-            adapter = find_adapter(module, self._adapted.get(id(module)))
-            if adapter is not None:
-                forward = functools.partial(adapter, self.run, module, forward)
+        adapter = find_adapter(module, self._adapted.get(id(module)))
+        if adapter is not None and found_in(args, kwargs):
+            forward = functools.partial(adapter, self.run, module, forward)
         if forward is own:
             return call(module, *args, **kwargs)
         with forward_replaced(module, forward):
             return call(module, *args, **kwargs)
+
+
+def _is_choice(value: Any) -> bool:
+    """Whether an argument may be the numbers of experts, (token, choice)."""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 class Weights:
@@ -163,9 +191,9 @@ class Weights:
 
 
 def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
-    where = places.addresses
-    return {
-        name: (where[name], 0 if one.is_inference() else one._version)
-        for name, one in places.weights.items()
-        if isinstance(one, nn.Parameter)
-    }
+    found = {}
+    for name, one in places.weights.items():
+        if isinstance(one, nn.Parameter):
+            address = one.data_ptr() if type(one) is nn.Parameter else address_of(one)
+            found[name] = address, 0 if one.is_inference() else one._version
+    return found

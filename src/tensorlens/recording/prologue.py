@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from tensorlens.recording.live import found_in, is_live, raw
+from tensorlens.recording.live import SIMPLE, Live, found_in, is_live, raw
 from tensorlens.recording.table import DESCRIBES, name_of
 from tensorlens.recording.writes import address_of
 from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
+
+NOTED = (Tensor, tuple, list)
+"""What functions give that are noted."""
 
 SAME = frozenset(["clone", "contiguous", "detach", "to", "dropout", "alias"])
 """Functions that may return the numbers they take: the argument is the state as much as the result."""
@@ -53,7 +56,7 @@ class Prologue(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if is_noted(func, result):
+        if isinstance(result, NOTED):
             self._calls.append((func, args, kwargs, result))
         return result
 
@@ -66,20 +69,20 @@ class Prologue(TorchFunctionMode):
         calls = list(self._calls)
         self.stop()
         for function, args, _, result in reversed(calls):  # the state may be a copy of what others read
-            if is_live(result) and name_of(function) in SAME and type(args[0]) is Tensor and _equal(result, args[0]):
+            is_same = type(result) is Live and name_of(function) in SAME and type(args[0]) is Tensor
+            if is_same and _equal(result, args[0]):
                 run.writes.borrow(args[0], run.slot_of(result))
         for function, args, kwargs, result in calls:
-            if not found_in(args, kwargs) or found_in(result) or name_of(function).endswith("_"):
+            if not kwargs and SIMPLE.issuperset(map(type, args)):
+                continue  # as most: made of positions and masks alone
+            if not found_in(args, kwargs) or found_in(result):
+                continue
+            if (name := name_of(function)).endswith("_") or name in DESCRIBES:
                 continue
             again = function(*args, **kwargs)
             for old, new in zip(_parts(result), _parts(again), strict=False):
                 if is_live(new) and type(old) is Tensor and _equal(new, old):
                     run.writes.borrow(old, run.slot_of(new))
-
-
-def is_noted(function: Any, result: Any) -> bool:
-    """Whether a function computes tensors from tensors, and does not only describe one."""
-    return isinstance(result, (Tensor, tuple, list)) and name_of(function) not in DESCRIBES
 
 
 class Reborn(TorchFunctionMode):
@@ -97,15 +100,15 @@ class Reborn(TorchFunctionMode):
         self._is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._left >= 0 and is_noted(func, result):
-            self._left -= 1
+        result: Any = func(*args, **(kwargs or {}))
+        if self._left >= 0:
+            self._left -= isinstance(result, NOTED)
             if self._left < 0:
                 # Written over, so that views see the new value too; what must not change is copied.
                 return self._value.clone() if self._must_stay(result, (args, kwargs)) else result.copy_(self._value)
         return result
 
-    def _must_stay(self, result: Tensor, given: Any) -> bool:
+    def _must_stay(self, result: Any, given: Any) -> bool:
         """Whether a result lies in memory that is kept: then it is a view of what the function took."""
         place = address_of(result)
         return place in map(address_of, tensors_in(given)) and place in map(address_of, self._kept())

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
 from tensorlens import cancel
 from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
@@ -24,14 +25,12 @@ from tensorlens.models.layouts import (
     axis_layout,
     find_state,
     is_plain,
-    main_tensor,
+    n_text_tokens,
     put_state,
-    state_layout,
     state_of,
 )
 from tensorlens.models.runner import own_errors, running
 from tensorlens.program.constants import Constants
-from tensorlens.program.marks import Choice
 from tensorlens.program.program import Program
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.block_calls import BlockCall, KeptBlocks
@@ -39,8 +38,8 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import Live, found_in, is_live, raw, spec_of, value_of
 from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, Weights
 from tensorlens.recording.prologue import Prologue
-from tensorlens.recording.recording import Head, ModuleOutput, Origin, Recording
-from tensorlens.recording.tape import Tape, recording_on
+from tensorlens.recording.recording import Head, Origin, Recording
+from tensorlens.recording.tape import Kernels, Tape, recording_on
 from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
@@ -57,6 +56,10 @@ class StartEarly(BaseException):
     """Asks for a new pass that is live from the embeddings on."""
 
 
+class WithinMode(BaseException):
+    """Asks for a new pass that sees kernels from the beginning: what becomes live does so in a mode of the model's."""
+
+
 class OtherParts(BaseException):
     """Asks for a new anatomy: other blocks ran on this input, or the same blocks a different number of times."""
 
@@ -69,16 +72,18 @@ class Recorder:
         inputs: Keyword arguments of its forward.
         run: The tape.
         places: Where the parts of the model are.
+        sees_kernels: Whether kernels are seen from the beginning, or once something is live.
     """
 
-    def __init__(self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape, places: ModulePlaces) -> None:
+    def __init__(
+        self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape, places: ModulePlaces, *, sees_kernels: bool
+    ) -> None:
+        self.sees_kernels, self._stack, self._n_modes = sees_kernels, ExitStack(), _len_torch_dispatch_stack()
         self.anatomy, self.inputs, self.run = anatomy, inputs, run
         self.slots: list[tuple[int, ...]] = []
         self.states: list[Tensor] = []
         self.begun: list[tuple[int, Tensor]] = []
         """The inputs of the program: slots, and the states that began there."""
-        self.modules: list[ModuleOutput] = []
-        self.choices: list[Choice] = []
         self.memory: tuple[int, Tensor] | None = None
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
@@ -88,6 +93,8 @@ class Recorder:
         self.prologue = Prologue()
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
         self.n_entered, self.n_alike = 0, 0
+        self._layouts: dict[Any, AxisLayout] = {}
+        self._n_text_tokens = n_text_tokens(inputs)
         self._n_most = self.n_calls if anatomy.runs_again else float("inf")
         self._kinds = {type(block) for block in anatomy.blocks}
         ends = (anatomy.encoder if anatomy.encoder_blocks else None, anatomy.body_end, anatomy.readout)
@@ -97,17 +104,19 @@ class Recorder:
         self._blocks = {id(block) for block in anatomy.blocks}
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.places = places
+        self.calls = ModuleCalls(places, run, self._at, self._watched)
         self.blocks = KeptBlocks(places.weights.values())
 
     def go(self) -> Recording | None:
         """Run the model and return what was learnt; None if no block ran."""
         run, anatomy = self.run, self.anatomy
         try:
-            with ExitStack() as stack:
+            with self._stack as stack:
                 methods_of = anatomy.blocks if anatomy.by_methods else ()
-                calls = ModuleCalls(self.places, run, self._at, self._watched, self._after)
-                stack.enter_context(running(anatomy.model, observer=calls, methods_of=methods_of))
-                stack.enter_context(recording_on(run))
+                modules = [*self.places.tree.values()]
+                of_pass = running(anatomy.model, observer=self.calls, modules=modules, methods_of=methods_of)
+                stack.enter_context(of_pass)
+                stack.enter_context(recording_on(run, sees_kernels=self.sees_kernels))
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":
                     self._leave_body(readout)
@@ -160,8 +169,8 @@ class Recorder:
             starts_at_embedding=self.starts_at_embedding,
             mixtures=tuple(run.mixtures),
             meetings=tuple(run.meetings),
-            choices=tuple(self.choices),
-            modules=tuple(self.modules),
+            choices=tuple(self.calls.choices),
+            modules=tuple(self.calls.outputs),
             rules_applied=run.rules_applied,
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
@@ -198,7 +207,8 @@ class Recorder:
                 self._leave_body(readout)
             raise Reached(readout)
         output = forward(*args, **kwargs)
-        self._after(name, args, kwargs, output)
+        if self.n_entered:
+            self.calls.note(name, args, kwargs, output)
         if module is anatomy.embedding and not self.n_entered and isinstance(output, Tensor):
             return self._embed(output)
         if self._encoder and name == anatomy.encoder and run.block is None:
@@ -210,26 +220,12 @@ class Recorder:
                 raise Reached(state_of(output))
         return output
 
-    def _after(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        """Note the output of a module, and the experts that it was told to use."""
-        if not self.n_entered:
-            return
-        state = output[0] if type(output) is tuple and output else output
-        state = state if type(state) is Live else raw(main_tensor, output)
-        if type(state) is Live:
-            self.modules.append(ModuleOutput(name, self.run.slot_of(state)))
-        elif state is not None and found_in(args, kwargs):
-            self.modules.append(ModuleOutput(name, None))
-        if len(args) > 1 and self.run.block is not None:
-            chosen = next((x for x in args[1:] if _is_choice(x)), None)
-            if chosen is not None:
-                self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
-
     def _run_block(
         self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         run, n, place = self.run, self.n_entered, self.anatomy.entry_place
         self.n_entered += 1
+        self.calls.is_noting = True
         self.prologue.pause()
         found = find_state(args, kwargs, name, place)
         state = self._enter(n, found, module, (*args, *kwargs.values()))
@@ -243,7 +239,7 @@ class Recorder:
         finally:
             run.block = None
         self.last_output = output
-        self._after(name, args, kwargs, output)
+        self.calls.note(name, args, kwargs, output)
         self.blocks.end(run, call, state_of(output, self.anatomy.state_place))
         if self.n_entered == self.n_calls and self.anatomy.body_end is None:
             self._leave_body(state_of(output, self.anatomy.state_place))
@@ -311,6 +307,11 @@ class Recorder:
     def _begin(self, state: Tensor, layout: AxisLayout) -> Tensor:
         """Make a state live: from here on every reference to it is."""
         run = self.run
+        if not self.sees_kernels:
+            if _len_torch_dispatch_stack() != self._n_modes:
+                raise WithinMode  # ours would be taken off with the model's own
+            self.sees_kernels = True
+            self._stack.enter_context(Kernels(run))
         tokens = layout.to_tokens(value_of(state))
         slot = run.new_slot(spec_of(tokens))
         self.begun.append((slot, tokens.clone()))
@@ -335,7 +336,11 @@ class Recorder:
 
     def _layout(self, state: Tensor, n: int) -> AxisLayout:
         """How the state entering block n is laid out, or the last one."""
-        return state_layout(state, n, self.anatomy.channels, self.inputs, self.run.n_samples)
+        channels = self.anatomy.channels
+        key = state.shape, channels[n] if channels and n < len(channels) else None
+        if key not in self._layouts:
+            self._layouts[key] = axis_layout(*key, self._n_text_tokens, self.run.n_samples)
+        return self._layouts[key]
 
     def _embed(self, output: Tensor) -> Tensor:
         """Token embeddings: where the program begins if the first block takes only a part of them."""
@@ -344,7 +349,7 @@ class Recorder:
             return output
         self.starts_at_embedding = True
         self.prologue.pause()
-        return self._begin(output, axis_layout(output, None, None, self.run.n_samples))
+        return self._begin(output, axis_layout(output.shape, None, None, self.run.n_samples))
 
     def _leave_encoder(self, output: Any) -> None:
         memory = state_of(output)
@@ -380,11 +385,6 @@ class Recorder:
                 "path of the right list as `blocks=`."
             )
         self.end = self._kept(tokens)
-
-
-def _is_choice(value: Any) -> bool:
-    """Whether an argument may be the numbers of experts, (token, choice)."""
-    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 # The whole of it ------------------------------------------------------------------------------------------------------
@@ -425,14 +425,17 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
     """One anatomy tried; None if no block ran."""
-    places, copies = ModulePlaces(anatomy.model), False
+    places, copies, sees_kernels = ModulePlaces(anatomy.model), False, False
     while True:
         run = Tape(rules, weights=places.weights, n_samples=n_samples, copies=copies)
-        recorder = Recorder(anatomy, inputs, run, places)
+        recorder = Recorder(anatomy, inputs, run, places, sees_kernels=sees_kernels)
         try:
             found = recorder.go()
         except StartEarly:
             anatomy = replace(anatomy, starts_early=True)
+            continue
+        except WithinMode:
+            sees_kernels = True
             continue
         if not copies and run.changed_constants():
             copies = True  # the model has overwritten a constant: record once more, with copies

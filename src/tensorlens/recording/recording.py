@@ -23,7 +23,7 @@ from tensorlens.program.pieces import Pieces
 from tensorlens.program.program import Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.module_paths import Weights
+from tensorlens.recording.module_paths import ModuleOutput, Weights
 from tensorlens.recording.sinks import with_live_sinks
 
 Heads = Mapping[int, Tensor]
@@ -58,13 +58,6 @@ class Origin(NamedTuple):
     def model(self) -> nn.Module:
         """The user's model."""
         return self.anatomy.model
-
-
-class ModuleOutput(NamedTuple):
-    """What a module gave: its slot, or None where all of it is held."""
-
-    path: str
-    slot: int | None
 
 
 class Head:

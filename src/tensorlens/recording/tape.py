@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from tensorlens.recording.live import (
     Live,
     Whole,
     WithRole,
+    elsewhere,
     found_in,
     is_live,
     no_kernels,
@@ -36,6 +37,7 @@ from tensorlens.recording.live import (
     quiet,
     raw,
     spec_of,
+    value_of,
 )
 from tensorlens.recording.roles import KEEPS_ROLE, Role
 from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known, spelled_alike
@@ -132,7 +134,7 @@ class Tape:
         spec, stamp = value, 0
         if type(value) is not Spec:
             made = value if type(value) is Tensor else raw(Tensor.detach, value)
-            spec = _tuple(Spec, (tuple(made.shape), made.dtype, made.device))
+            spec = _tuple(Spec, (made.shape, made.dtype, made.device))
             stamp = UNCOUNTED if made.is_inference() else made._version
         coded: list[Any] = []
         slots: list[int] = []
@@ -176,11 +178,10 @@ class Tape:
 
     def live(self, value: Tensor, slot: int, role: Role | None = None) -> Live:
         """Make a tensor the live value of a slot, in place; of a parameter or a subclass, an alias."""
-        found: Any = self._followed(value, Live, role)
-        found.slot = slot
-        with quiet():
-            found.spec = spec_of(found)
-            found.stamp = UNCOUNTED if found.is_inference() else found._version
+        found: Any = value if type(value) is Tensor else raw(Tensor.detach, value)
+        spec, stamp = spec_of(found), UNCOUNTED if found.is_inference() else found._version
+        found = self._followed(found, Live, role)
+        found.slot, found.spec, found.stamp = slot, spec, stamp
         return found
 
     def _followed(self, value: Tensor, kind: type, role: Role | None) -> Any:
@@ -213,7 +214,7 @@ class Tape:
         n = len(self.constants)
         held = Held(n)
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
-        constant = value if type(value) is Tensor and not value.requires_grad else raw(Tensor.detach, value)
+        constant = value if type(value) is Tensor and not value.requires_grad else value_of(value)
         name = self.weights.get(key) or self.weights.get(id(value._base))
         is_fixed = name is not None and (not self.copies or isinstance(value, Parameter))  # buffers may be written over
         if (self.copies or version == UNCOUNTED) and not is_fixed:
@@ -390,46 +391,7 @@ class Tape:
 
     # Functions --------------------------------------------------------------------------------------------------------
 
-    def call(self, function: Any, types: Collection[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, or a kernel, that met tensors of this recording of some types, by its rule."""
-        name, describes, is_kernel = KNOWN.get(function) or known(function)
-        if describes:
-            return raw(function, *args, **kwargs)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.call(function, types, args, kwargs)
-        if peek_interpreter_stack() is not None:
-            raise self.refusal(f"{name} within torch.func (vmap, grad)")
-        if not is_kernel and torch._C._is_any_autocast_enabled():
-            return self.by_kernels(function, args, kwargs)  # whose casts are below the function
-        if kwargs:
-            if not args or "axis" in kwargs or "keepdims" in kwargs:
-                args, kwargs = spelled_alike(name, args, kwargs)
-            if kwargs.get("out") is not None:
-                return self.writes.out(function, args, kwargs)
-            if kwargs.get("inplace"):
-                rest = {key: value for key, value in kwargs.items() if key != "inplace"}
-                return self.writes.write(args[0], function(*args, **rest))
-        if Live not in types and not any(map(is_live, met := found_in(args, kwargs))):
-            return self._on_held(name, function, args, kwargs, met)
-        if Whole in types and name in COUNTS:
-            args, kwargs = self._counted(name, args, kwargs)
-        rule = RULES.get(name) or find_rule(name)
-        if isinstance(rule, OfValue):
-            with quiet(), no_kernels():
-                value = function(*args, **kwargs)
-            return rule.rule(self, name, value, args, kwargs)
-        if rule is not None:
-            return rule(function, name, args, kwargs)
-        if not is_kernel:
-            return self.by_kernels(function, args, kwargs)
-        if self.rules.name == "jacobian":
-            from tensorlens.recording.rules.by_derivative import by_derivative
-
-            return by_derivative(function, name, args, kwargs)
-        raise self.refusal(name)
-
-    def _counted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def counted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments of a live function, with integers replaced by the live numbers behind them."""
         packed = mapped((args, tuple(kwargs.items())), _number_behind)
         args, kwargs = packed[0], dict(packed[1])
@@ -442,7 +404,7 @@ class Tape:
         with quiet():
             return function(*args, **kwargs)
 
-    def _on_held(
+    def on_held(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]
     ) -> Any:
         """A function of held tensors, one of which carries a role: the role is passed on."""
@@ -511,6 +473,53 @@ class Tape:
         return live
 
 
+def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Run a torch function or a kernel that met tensors of this thread's recording, of these types, by its rule."""
+    run: Tape | None = now.tape
+    kwargs = kwargs or {}
+    if run is None:
+        return elsewhere(function, args, kwargs)
+    name, describes, is_kernel = KNOWN.get(function) or known(function)
+    if describes:
+        return raw(function, *args, **kwargs)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return by_rule(_, function, types, args, kwargs)
+    if peek_interpreter_stack() is not None:
+        raise run.refusal(f"{name} within torch.func (vmap, grad)")
+    if not is_kernel and torch._C._is_any_autocast_enabled():
+        return run.by_kernels(function, args, kwargs)  # whose casts are below the function
+    if kwargs:
+        if not args or "axis" in kwargs or "keepdims" in kwargs:
+            args, kwargs = spelled_alike(name, args, kwargs)
+        if kwargs.get("out") is not None:
+            return run.writes.out(function, args, kwargs)
+        if kwargs.get("inplace"):
+            rest = {key: value for key, value in kwargs.items() if key != "inplace"}
+            return run.writes.write(args[0], function(*args, **rest))
+    if Live not in types and not any(map(is_live, met := found_in(args, kwargs))):
+        return run.on_held(name, function, args, kwargs, met)
+    if Whole in types and name in COUNTS:
+        args, kwargs = run.counted(name, args, kwargs)
+    rule = RULES.get(name) or find_rule(name)
+    if isinstance(rule, OfValue):
+        with quiet(), no_kernels():
+            value = function(*args, **kwargs)
+        return rule.rule(run, name, value, args, kwargs)
+    if rule is not None:
+        return rule(function, name, args, kwargs)
+    if not is_kernel:
+        return run.by_kernels(function, args, kwargs)
+    if run.rules.name == "jacobian":
+        from tensorlens.recording.rules.by_derivative import by_derivative
+
+        return by_derivative(function, name, args, kwargs)
+    raise run.refusal(name)
+
+
+Followed.__torch_function__ = classmethod(by_rule)
+
+
 def _number_behind(leaf: Any) -> Any:
     """The live numbers, truncated, that integers were cast from."""
     return leaf.behind if type(leaf) is Whole and leaf.behind is not None else leaf
@@ -539,17 +548,22 @@ class Kernels(TorchDispatchMode):
         if not met:
             return func(*args, **kwargs)
         with self, torch._C._EnableTorchFunction():  # what a rule calls is seen again
-            return of.call(func, set(map(type, met)), args, kwargs)
+            return by_rule(Followed, func, set(map(type, met)), args, kwargs)
 
 
 @contextmanager
-def recording_on(new: Tape) -> Iterator[None]:
-    """A context in which live tensors of this thread go to a tape."""
+def recording_on(new: Tape, *, sees_kernels: bool = True) -> Iterator[None]:
+    """A context in which live tensors of this thread go to a tape.
+
+    Args:
+        new: The tape.
+        sees_kernels: Whether kernels are seen from the beginning; before anything is live, there is no need to.
+    """
     before = now.tape
     now.tape = new
     new.is_running = True
     try:
-        with torch.no_grad(), Kernels(new):
+        with torch.no_grad(), Kernels(new) if sees_kernels else nullcontext():
             yield
     finally:
         new.is_running = False

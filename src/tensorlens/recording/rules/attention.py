@@ -71,7 +71,7 @@ def attention_rule(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    q, k, v, mask = (value_of(x) for x in (query, key, value, attn_mask))
+    q, k, v, mask = map(value_of, (query, key, value, attn_mask))
     if run.rules.attention == "hold" or not any(map(is_live, (query, key, attn_mask))):
         run.note("attention: fused, query and key held")
         if not is_live(value):

@@ -9,7 +9,18 @@ from torch import Tensor, nn
 
 from tensorlens.program.nodes import at_least_float32
 from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
-from tensorlens.recording.live import FOLLOWED, Live, is_live, now, raw, role_of, spec_of, value_of
+from tensorlens.recording.live import (
+    FOLLOWED,
+    Live,
+    is_live,
+    no_kernels,
+    now,
+    quiet,
+    raw,
+    role_of,
+    spec_of,
+    value_of,
+)
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.by_derivative import product_by_kernel
@@ -146,9 +157,12 @@ def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
             return _live_weight(x, weight, bias)
         found = torch.matmul(x, weight.mT) if weight.dim() > 1 else torch.matmul(x, weight)
         return found if bias is None else found + bias
-    is_plain = type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED
-    packed = None if is_plain else parts_of(run, weight)
-    value = raw(function, x, weight, bias) if is_plain else function(value_of(x), weight, bias)
+    if type(weight) in (Tensor, nn.Parameter) or type(weight) in FOLLOWED:
+        packed = None
+        with quiet(), no_kernels():
+            value = function(x, weight, bias)
+    else:  # a quantised weight is multiplied by code of its own
+        packed, value = parts_of(run, weight), function(value_of(x), weight, bias)
     role = role_after("linear", x, weight) if x.role or type(weight) in FOLLOWED else None
     return run.emit("linear", value, x, packed or weight, bias, role=role)
 
