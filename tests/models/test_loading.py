@@ -156,7 +156,13 @@ def test_device_map_without_accelerate(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("typo", "near"), [("minilmm", "minilm"), ("SmolLM2-135M", "smollm2-135m"), ("gemma3", "gemma3-270m")]
+    ("typo", "near"),
+    [
+        ("minilmm", "minilm"),
+        ("SmolLM2-135M", "smollm2-135m"),
+        ("gemma3", "gemma3-270m"),
+        ("gpt2", "openai-community/gpt2"),
+    ],
 )
 def test_near_names_are_suggested_without_asking_the_hub(typo: str, near: str):
     with pytest.raises(LoadError, match=f"'{near}'.*organisation/name"):

@@ -9,7 +9,7 @@ import typer
 from tensorlens.app import options
 from tensorlens.app.options import Certify, Json, LoadOptions, MapFile, Model, OtherTarget, TargetName, check_choice
 from tensorlens.app.printing import print_json, save, teller, while_waiting
-from tensorlens.errors import InputError, LoadError
+from tensorlens.errors import InputError
 from tensorlens.recommendations import QUESTIONS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def explain_(
     """
     written = one_text(model, text or [])
     check_choice("for", question, QUESTIONS)
-    _check(reading, model, written)
+    reading.check(model)
     options.check_file(out, (".json", ".safetensors") if question == "component" else options.SUFFIXES)
     read = options.read_input(written)
     lens = reading.lens(model)
@@ -63,20 +63,6 @@ def explain_(
     save(e, out, say)
     if json:
         print_json(_content(e))
-
-
-def _check(reading: LoadOptions, model: str, text: str) -> None:
-    """Refuse a model that does not exist; where its name on the hub is known, print the command that works."""
-    from tensorlens.models.resolving import FORMER_NAMES
-
-    try:
-        reading.check(model)
-    except LoadError as error:
-        if model not in FORMER_NAMES:
-            raise
-        raise LoadError(
-            f'{model!r} is {FORMER_NAMES[model]!r} on the hub: tensorlens explain {FORMER_NAMES[model]} "{text}"'
-        ) from error
 
 
 def one_text(model: str, words: list[str]) -> str:

@@ -132,7 +132,7 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
     if is_path or text.startswith((".", "/", "~", "\\")) or text.endswith("/") or text.count("/") > 1:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
     if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
-        near = near_names(text)
+        near = [FORMER_NAMES[text]] if text in FORMER_NAMES else near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
             f"{text!r} is neither a bundled model nor a folder here. {hint} "
