@@ -34,7 +34,7 @@ from tensorlens.maps.methods import (
     check_question,
     joins_norms,
 )
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import Context, Target
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.forward_signature import vocabulary_size
@@ -46,7 +46,7 @@ from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
-from tensorlens.tensor import AttentionTensor, Context
+from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import repeated
 from tensorlens.views.printing import Printed
 

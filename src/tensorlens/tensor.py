@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens import tensor_files
 from tensorlens.errors import InputError, MethodError, check_iterable, missing_extra
@@ -20,8 +20,7 @@ from tensorlens.maps.defaults import METHOD, OUT_TOKEN, MapQuestion, default_out
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
 from tensorlens.maps.positions import check_split, with_positions
-from tensorlens.maps.targets import Context as Context
-from tensorlens.maps.targets import Feature, Target, no_head
+from tensorlens.maps.targets import Context, Feature, Target, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
@@ -39,16 +38,6 @@ if TYPE_CHECKING:
 
 OutTokens = int | Sequence[int] | slice | Tensor | np.ndarray | None
 """One output, several, or all."""
-
-
-@runtime_checkable
-class HasModel(Protocol):
-    """A lens."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-        ...
 
 
 class Prediction(NamedTuple):
@@ -116,7 +105,7 @@ class AttentionTensor(InsideQuestions):
         return path
 
     @classmethod
-    def load(cls, path: str | Path, *, lens: HasModel | None = None, device: str | None = None) -> AttentionTensor:
+    def load(cls, path: str | Path, *, lens: Any = None, device: str | None = None) -> AttentionTensor:
         """Load T from a file, without its model; anything that needs the model raises an error.
 
         Args:
@@ -427,6 +416,3 @@ class AttentionTensor(InsideQuestions):
 
 def _unpickled(header: bytes, memories: dict[str, Tensor]) -> AttentionTensor:
     return AttentionTensor(*tensor_files.unpack(header, memories.__getitem__))
-
-
-__all__ = ["METHODS", "AttentionTensor", "Context", "Prediction"]

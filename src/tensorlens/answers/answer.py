@@ -15,7 +15,7 @@ from tensorlens.answers.prompts import Continuation, Prompt, generated, given, r
 from tensorlens.answers.served import Agreement, agreement, check_served
 from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
 from tensorlens.errors import InputError, MethodError
-from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta
+from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta, with_beside
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
@@ -184,9 +184,7 @@ class Answer(Tabular):
     def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
         """Move some tokens out of the groups into groups of their own, placed first; also return how many there are."""
         alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in aside})
-        others = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
-        first = tuple(Group(self.tensor.tokens[i], (i,)) for i in alone)
-        return (*first, *(group for group in others if group.tokens)), len(first)
+        return with_beside(groups, alone, self.tensor.tokens), len(alone)
 
     def _shifted(self, parts: Sequence[Group]) -> tuple[Group, ...]:
         """Parts of the answer as inputs, which come after the prompt's."""

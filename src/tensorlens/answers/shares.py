@@ -9,13 +9,12 @@ one push for each group or from one pull for each row; the fewer passes are take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS
@@ -33,10 +32,7 @@ POSITIONS = 64
 """Positions whose logits are in memory at a time."""
 
 TOGETHER = 32
-"""Groups whose inputs are in memory at a time."""
-
-ROWS = 32
-"""Rows whose cotangents are in memory at a time."""
+"""Groups whose inputs, or rows whose cotangents, are in memory at a time."""
 
 
 # Targets --------------------------------------------------------------------------------------------------------------
@@ -163,7 +159,7 @@ def _pulled(
     recording = operator.recording
     readout = recording.readout
     assert readout is not None, "asked of a model with a head"
-    parts = in_parts(rows, ROWS, lambda some: operator.pull_from_head(targets.cotangents(some, readout)))
+    parts = in_parts(rows, TOGETHER, lambda some: operator.pull_from_head(targets.cotangents(some, readout)))
     by_token = torch.cat([(pulled.to(rows) * operator.input.to(rows)).sum(-1) for pulled in parts])
     n_before = recording.split(0)  # an encoder's tokens
     if bool(by_token[:, n_before + int(targets.positions[-1]) + 1 :].any()):
@@ -179,26 +175,21 @@ def _pulled(
 def _pushed(
     operator: FrozenOperator, targets: Targets, rows: Tensor, groups: Sequence[Group], values: Tensor
 ) -> Shares:
-    tokens: list[Sequence[int]] = [group.tokens for group in groups]
-    pushed = torch.cat([_push_some(operator, targets, some) for some in _split(tokens, TOGETHER)]).to(rows)
+    x = operator.input
+
+    def push(some: Tensor) -> Tensor:
+        """What the linear part makes of the input of some groups alone: the targets (push, target)."""
+        alone = x.new_zeros(len(some), *x.shape)
+        for state, k in zip(alone, some.tolist(), strict=True):
+            tokens = list(groups[k].tokens)
+            state[tokens] = x[tokens]
+        return targets.read(operator.push_to_head(alone, linear=True))
+
+    pushed = torch.cat(in_parts(torch.arange(len(groups)), TOGETHER, push)).to(rows)
     bias = rows @ (
         targets.read(operator.push_to_head(0 * operator.input[None])).to(rows)[0] + targets.constants.to(rows)
     )
-    return Shares(rows @ pushed.T, bias, values, f"{len(tokens) + 1} pushes", "a push of zero")
-
-
-def _push_some(operator: FrozenOperator, targets: Targets, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """What the linear part makes of the input with all tokens but some left out: the targets (push, target)."""
-    cancel.check()
-    x = operator.input
-    alone = x.new_zeros(len(tokens), *x.shape)
-    for state, some in zip(alone, tokens, strict=True):
-        state[list(some)] = x[list(some)]
-    return targets.read(operator.push_to_head(alone, linear=True))
-
-
-def _split(items: list[Sequence[int]], size: int) -> Iterator[list[Sequence[int]]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+    return Shares(rows @ pushed.T, bias, values, f"{len(groups) + 1} pushes", "a push of zero")
 
 
 def through(found: Shares, n_prompt_groups: int) -> Tensor:
