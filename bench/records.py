@@ -104,7 +104,7 @@ KINDS = {
     "documents": Kind("passage", first, "right sentence first", False),
     "needles": Kind("passage", first, "needle first", False),
     "injections": Kind("passage", recovery, "share of the injected tokens in the top 20 %", False),
-    "context": Kind("context", ordered, "more from the context where it was used", False),
+    "context": Kind("context", ordered, "more from what was used", False),
     "patching": Kind("component", correlation, "correlation with patching the model", False),
 }
 """By judge: the question, the measure, and whether halves are made of sets."""

@@ -55,8 +55,9 @@ def prompts(number: int) -> dict[str, list[Prompt]]:
     known, unknown = (f" The capital of {name} is the city of" for name in (country, invented))
     moved = f"The government has moved: the capital of {country} is now {{}}."
     told = f"Far away, the capital of {invented} is {other}."
-    double = (f"In the new atlas, the capital of {country} is {other}.", moved.format(third))
-    mixed = (told, f"It rained in {other} last week.")[:: 1 if number % 2 else -1]
+    order = slice(None, None, 1 if number // 2 % 2 else -1)  # in both halves of the countries both orders
+    double = (f"In the new atlas, the capital of {country} is {other}.", moved.format(third))[order]
+    mixed = (told, f"It rained in {other} last week, and the shops closed early.")[order]
     return {
         "context or memory": [
             Prompt((moved.format(other),), known, f" {other}", (True,)),
@@ -64,8 +65,7 @@ def prompts(number: int) -> dict[str, list[Prompt]]:
             Prompt((BESIDE[number % 2],), known, f" {capital}", (False,)),
         ],
         "two answers": [
-            Prompt(double, known, f" {other}", (True, False)),
-            Prompt(double, known, f" {third}", (False, True)),
+            Prompt(double, known, f" {city}", tuple(f" {city}." in one for one in double)) for city in (other, third)
         ],
         "the word twice": [Prompt(mixed, unknown, f" {other}", tuple(one == told for one in mixed))],
     }
