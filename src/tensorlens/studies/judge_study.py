@@ -144,7 +144,7 @@ def judge(
     items, problems = evidence(lens, Path(data).expanduser(), chosen.limit)
     if not items:
         raise InputError(f"No row could be used; the first: {problems[0] if problems else 'there are no rows'}")
-    about = {"measures": list(MEASURES)[:3], "n": len(items), "items": items_digest(items), "problems": problems}
+    about = {"measures": ["reciprocal_rank"], "n": len(items), "items": items_digest(items), "problems": problems}
     asked = {"methods": chosen.methods, "seed": chosen.seed, "limit": chosen.limit, "judges": {EVIDENCE: about}}
     run = Run(out, "judge", model_settings(lens) | asked)
     scorer = Scorer(lens, chosen.methods or default_methods())
@@ -419,23 +419,8 @@ def reciprocal_rank(scores: Scores, truth: Truth) -> float:
     return sum(chance / (above + place) for place, chance in zip(places, chances, strict=True))
 
 
-def top_one(scores: Scores, truth: Truth) -> float:
-    """Whether a piece of evidence stands first."""
-    values, is_evidence = as_floats(scores), np.array(truth) > 0
-    ties = values == values.max()
-    return float((ties & is_evidence).sum() / ties.sum())
-
-
-def _by_magnitude(scores: Scores, truth: Truth) -> float:
-    return reciprocal_rank([None if one is None else abs(one) for one in scores], truth)
-
-
-MEASURES: dict[str, Callable[[Scores, Truth], float]] = {
-    "reciprocal_rank": reciprocal_rank,
-    "top_1": top_one,
-    "reciprocal_rank_by_magnitude": _by_magnitude,
-}
-"""Every measure by name; the first is the one that ranks. Chance is what equal scores get."""
+MEASURES: dict[str, Callable[[Scores, Truth], float]] = {"reciprocal_rank": reciprocal_rank}
+"""By name; `bench` has more. Chance is what equal scores get."""
 
 
 # Summary --------------------------------------------------------------------------------------------------------------
