@@ -9,7 +9,6 @@ known pair is ranked among all pairs of words by size. Concepts, templates and d
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import tensorlens as tl
 from bench.tables import markdown
+from tensorlens.files import write_json
 from tensorlens.maps.groups import find_words
 
 CONCEPTS = (
@@ -211,7 +211,7 @@ def main() -> None:
     if asked.out is not None:
         versions = {one.__name__: one.__version__ for one in (torch, transformers)}
         record = {"model": asked.model, "device": "CPU", "versions": versions, "pairs": len(items), "tables": tables}
-        asked.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_json(asked.out, record)
 
 
 if __name__ == "__main__":
