@@ -24,6 +24,7 @@ from zoo import build, sample
 
 import tensorlens as tl
 from tensorlens.errors import TensorLensError
+from tensorlens.inside.faithfulness import faithfulness_of
 from tensorlens.inside.stream import Component
 from tensorlens.maps.targets import Said
 from tensorlens.records import MOST_NESTED, Record
@@ -140,6 +141,7 @@ KINDS: dict[str, Callable[[], Record]] = {
     "corpus tensor": corpus_tensor,
     "corpus reading": reading,
     "comparison": comparison,
+    "faithfulness": lambda: faithfulness_of([[0.0, 0.7, 1.0]], (0.0, 0.1, 1.0), unit="edges", size=40),
 }
 
 FILES = [
@@ -246,6 +248,10 @@ def test_meta_may_be_deep_but_not_without_end() -> None:
         tl.TokenMap(
             **{name: getattr(token_map(), name) for name in token_map().__struct_fields__} | {"meta": {"a": deep}}
         )
+
+
+def test_every_kind_of_record_is_tried_here() -> None:
+    assert {type(record(kind)) for kind in KINDS} == set(Record.__subclasses__())
 
 
 def test_everything_a_user_holds_has_a_form_for_notebooks() -> None:

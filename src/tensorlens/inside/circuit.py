@@ -21,7 +21,7 @@ from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.files import write_whole
 from tensorlens.inside.circuit_selection import best_connected
-from tensorlens.inside.faithfulness import SHARES, Faithfulness, faithfulness_of
+from tensorlens.inside.faithfulness import SHARES, Faithfulness, Unit, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
@@ -39,7 +39,6 @@ from tensorlens.views.printing import as_html, heading, print_parts, table
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-Unit = Literal["edges", "nodes"]
 Scoring = Literal["rules", "integrated"]
 Order = Literal["magnitude", "signed"]
 STEPS = 5

@@ -9,7 +9,7 @@ outside of it as it is for the corrupted input,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from tensorlens.errors import InputError
 from tensorlens.records import Index, Record
 from tensorlens.views.printing import heading, table
+from tensorlens.views.table import Table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,6 +28,9 @@ SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 N_RESAMPLES = 2000
 
 Point = tuple[float, float]
+
+Unit = Literal["edges", "nodes"]
+"""What a circuit is made of."""
 
 
 class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulness/1"):
@@ -52,7 +56,7 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
     interval: Point
     cmd_interval: Point
     n_pairs: Index
-    unit: str
+    unit: Unit
     size: Index
     pairs: tuple[tuple[float, ...], ...]
     selected: Point | None = None
@@ -69,6 +73,15 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
     def __repr__(self) -> str:
         """One line: the areas."""
         return f"Faithfulness(CPR {self.cpr:.3f}, CMD {self.cmd:.3f}, {self.n_pairs} pairs, {self.size} {self.unit})"
+
+    @property
+    def headline(self) -> str:
+        """The question that it answers."""
+        return f"How much of the target do circuits of a share of {self.unit} recover in the model?"
+
+    def _table(self) -> Table:
+        """F at every share."""
+        return Table(np.array([[f] for _, f in self.curve]), [f"{share:.1%}" for share, _ in self.curve], ["f"])
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
