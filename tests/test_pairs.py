@@ -469,6 +469,9 @@ def test_a_causal_model_pools_at_its_last_token() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
     lens, zero = lens_on(), tl.Lens(build("bert"))
+    sizes = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    bart = hf.BartModel(hf.BartConfig(**sizes, **heads)).eval()
     with torch.no_grad():
         zero.model.pooler.dense.weight.zero_()
         zero.model.pooler.dense.bias.zero_()
@@ -483,6 +486,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         ("does not occur in any of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
         ("has no cosine", lambda: tl.similarity(zero, A, B)),
         ("same width", lambda: tl.similarity(lens, "the cat", A, other=tl.Lens(tower("clip text")), pooling=None)),
+        ("an encoder and a decoder", lambda: tl.similarity(tl.Lens(bart), A, B)),
         ("pools by cls and max", lambda: tl.similarity(encoder_folder(tmp_path, BOTH, dense=False), A, B)),
     ]
     for said, ask in cases:

@@ -110,6 +110,11 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, modul
         recording: Its pass.
         modules: Those of a `SentenceTransformer`; looked for beside the weights if None.
     """
+    if len(recording.slots[0]) > 1:
+        raise InputError(
+            f"`{type(model).__name__}` has an encoder and a decoder, and their states are not one text. Pass a lens on "
+            "one of them, such as tl.Lens(model.get_encoder(), tokenizer)."
+        )
     if name is not None:
         if name not in POOLINGS:
             raise InputError(
@@ -127,8 +132,6 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, modul
 
 def _of_module(recording: Recording) -> Pooling | None:
     """The last module after the blocks that gives one vector; the logits of a classifier are none."""
-    if len(recording.slots[0]) > 1:  # an encoder and a decoder
-        return None
     end, specs = max(recording.slots[-1]), recording.program.specs
     for module in reversed(recording.modules):
         if module.slot is None or module.slot <= end or recording.pools and module.slot == recording.readout_slot:

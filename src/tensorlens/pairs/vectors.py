@@ -144,14 +144,13 @@ class Vectors:
 
     def _pushed(self) -> Tensor:
         """One push per group."""
-        linear, sizes = self.program.linear, [self.program.specs[slot].shape[1] for slot in self.program.inputs]
+        linear = self.program.linear
 
         def push(some: Tensor) -> Tensor:
             alone = self.input * some[..., None].to(self.input)
             if self.recording.is_streamed:
-                every = linear.run_each([x.split(sizes, 1) for x in alone])
-                return self._pooled(torch.stack([states for (states,) in every]))
-            return self._pooled(of_each(lambda x: linear.run(*x.split(sizes, 1))[0], alone))
+                return self._pooled(torch.stack([states for (states,) in linear.run_each([(x,) for x in alone])]))
+            return self._pooled(of_each(lambda x: linear.run(x)[0], alone))
 
         return self._some_at_a_time(self.members, push)
 
@@ -172,11 +171,9 @@ class Vectors:
             else:
                 some = some[:, :, 0]
             if self.recording.is_streamed:
-                pulled = torch.stack(
-                    [torch.cat(parts, 1) for parts in self.program.pull_each([(one,) for one in some])]
-                )
+                pulled = torch.stack([one for (one,) in self.program.pull_each([(one,) for one in some])])
             else:
-                pulled = of_each(lambda one: torch.cat(self.program.pull(one), 1), some)
+                pulled = of_each(lambda one: self.program.pull(one)[0], some)
             return (pulled * self.input).sum(-1, dtype=_exact(pulled)).cpu().double()
 
         return self._some_at_a_time(u, pull)
