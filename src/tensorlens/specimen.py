@@ -42,7 +42,7 @@ class Specimen:
     def __init__(self, model: nn.Module, processor: Any, rules: Rules, blocks: str | None, name: str) -> None:
         self.model, self.processor, self.rules, self.name = model, processor, rules, name
         self.anatomies, self.blocks = Anatomies(model, blocks), blocks
-        self._sees_itself_alone = False
+        self._is_forward: bool | None = None
 
     def prepare(self, value: Any) -> ModelInput:
         """What the model takes, of anything that a lens takes."""
@@ -108,20 +108,21 @@ class Specimen:
 
     def _refuse_seeing_first(self, recording: Recording) -> None:
         """Refuse a held sink in a model whose first position sees others: their columns would change with it."""
-        end = recording.states[-1]
-        if recording.rules.sink == "live" or self._sees_itself_alone or end.shape[1] == 1:
-            return
-        sees = recording.n_encoder_blocks > 0
-        if not sees:
-            u = torch.zeros_like(end)
-            u[:, 0] = 1
-            sees = bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
-        if sees:
+        if recording.rules.sink != "live" and recording.states[-1].shape[1] > 1 and not self._reads_forward(recording):
             raise InputError(
                 "`sink` can only be held in a causal model, where the first position attends only to itself; in "
                 f"`{recording.name}` it attends to others. Leave `sink` out of the rules."
             )
-        self._sees_itself_alone = True
+
+    def _reads_forward(self, recording: Recording) -> bool:
+        """Whether the first of several positions depends on itself alone, as in a causal model; measured once."""
+        if recording.n_encoder_blocks:
+            return False
+        if self._is_forward is None:
+            u = torch.zeros_like(recording.states[-1])
+            u[:, 0] = 1
+            self._is_forward = not bool(recording.pull(u, Span(0, recording.n_blocks))[:, 1:].any())
+        return self._is_forward
 
     def look(self, prepared: ModelInput) -> AttentionTensor:
         """The attention tensor at one input."""
@@ -162,7 +163,7 @@ class Specimen:
             meta["text"] = prepared.text
             if prepared.offsets is not None and len(prepared.offsets) == n_tokens:
                 meta["offsets"] = [pair and list(pair) for pair in prepared.offsets]
-        if is_causal(self.model):
+        if is_causal(self.model) or self._is_own_reader(recording):
             meta["causal"] = True
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
@@ -173,6 +174,11 @@ class Specimen:
         n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out
         out_tokens = _out_labels(tokens, n_out, is_decoder=recording.n_encoder_blocks > 0)
         return Context(tokens=tokens, classes=self.classes(recording), meta=meta, out_tokens=out_tokens)
+
+    def _is_own_reader(self, recording: Recording) -> bool:
+        """Whether a model that transformers does not know predicts from left to right."""
+        says_each = recording.readout is not None and not recording.pools and recording.states[-1].shape[1] > 1
+        return says_each and not hasattr(self.model, "config") and self._reads_forward(recording)
 
     def classes(self, recording: Recording) -> Classes | None:
         """Names of the classes, or None for a model without a head."""

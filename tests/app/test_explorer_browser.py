@@ -112,6 +112,8 @@ def test_two_members_side_by_side_and_the_paper_one_click_away(open_tab):
     assert right.locator(".text").inner_html() != left.locator(".text").inner_html()
     ends = [panel.locator(".side section:first-child .legend").inner_text() for panel in (left, right)]
     assert ends[0] == ends[1]  # one scale
+    lengths = [bar_length(panel, " mat") / abs(number(panel, " mat")) for panel in (left, right)]
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.02)  # of the bars too
     difference = tab.locator(".difference")
     expect(difference.locator("h2")).to_have_text("Difference: the first map minus the second")
     shown = [number(panel, " mat") for panel in (left, right, difference)]
@@ -122,6 +124,24 @@ def test_two_members_side_by_side_and_the_paper_one_click_away(open_tab):
     right.locator(".caption", has_text="attention hold").wait_for(state="attached")
     mapped(tab, 1)
     assert right.locator(".text").inner_html() == left.locator(".text").inner_html()
+
+
+def test_the_scale_of_two_maps_goes_with_the_second(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat&method=gradient.times_input&only=1&output=5")
+    panel = mapped(tab)
+    legend = panel.locator(".side section:first-child .legend")
+    alone = legend.get_attribute("aria-label")
+    tab.get_by_text("Compare", exact=True).click()
+    mapped(tab, 1).get_by_role("combobox", name="Method").select_option("tensor.in_class")
+    expect(legend).not_to_have_attribute("aria-label", alone)
+    tab.get_by_text("One map", exact=True).click()
+    expect(legend).to_have_attribute("aria-label", alone)
+
+
+def bar_length(panel, token: str) -> float:
+    """The length of the bar of an input, in pixels."""
+    line = panel.locator(".ranking li", has=panel.page.get_by_text(token.strip(), exact=True)).first
+    return line.locator(".fill").bounding_box()["width"]
 
 
 def number(panel, token: str) -> float:
@@ -139,6 +159,10 @@ def test_words_and_map_are_above_the_fold(browser, server, width, height):
         box = part.bounding_box()
         assert box is not None and box["y"] + box["height"] <= height and box["x"] + box["width"] <= width
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    if width > 1000:  # one row of choices
+        choices = [tab.get_by_role("combobox", name="Model"), tab.get_by_label("Another token to compare with")]
+        model, rather = [choice.bounding_box() for choice in choices]
+        assert abs(model["y"] - rather["y"]) < 4
     expect(tab.get_by_role("combobox", name="Method")).to_be_hidden()
     tab.get_by_text("More", exact=True).click()
     expect(tab.get_by_role("combobox", name="Method")).to_be_visible()
@@ -149,7 +173,13 @@ def test_a_link_to_a_model_that_is_not_loaded_says_so(open_tab):
     tab = open_tab("#model=llama-9&text=The+cat+sat")
     expect(tab.locator(".error")).to_contain_text("llama-9, which is not loaded here")
     expect(tab.locator(".error")).to_contain_text("tensorlens explore llama-9")
-    tab.locator(".error").get_by_role("button").click()
+    tab.get_by_role("button", name="Load llama-9").click()
+    expect(tab.locator(".error")).to_contain_text("'llama-9' is neither a bundled model nor a folder here")
+    tab = open_tab("#model=distilgpt2&text=The+cat+sat")
+    tab.get_by_role("button", name="Load distilgpt2").click()
+    expect(tab.locator(".error")).to_contain_text("is 'distilbert/distilgpt2' on the hub")
+    tab = open_tab("#model=llama-9&text=The+cat+sat")
+    tab.get_by_role("button", name="Ask gpt2 instead").click()
     assert mapped(tab).locator("h2").inner_text().startswith("Why “")
 
 
@@ -159,7 +189,7 @@ def test_a_picture_finds_a_model_that_takes_it(open_tab):
     tab.locator(".stage img").wait_for()
     panel = mapped(tab)
     assert panel.get_by_role("combobox", name="Model").input_value() == "vit"
-    assert "LABEL" in panel.locator(".reading").inner_text()
+    assert "LABEL" in panel.locator("h2").inner_text()
     again = open_tab(tab.url[tab.url.index("#") :])
     again.locator(".stage img").wait_for()
     mapped(again)
@@ -282,10 +312,31 @@ def test_a_circuit_between_two_texts(open_tab):
     expect(tab.locator(".inside .problem")).to_contain_text("same length")
 
 
+def test_predictions_after_another_text_are_dimmed_and_how_a_target_was_read_is_said(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat")
+    panel = mapped(tab)
+    chips = panel.get_by_role("group", name="Explain", exact=True).first
+    faded = "node => getComputedStyle(node.closest('.field')).opacity < 0.5"
+    assert not chips.evaluate(faded)
+    tab.get_by_label("Text", exact=True).fill("The cat sat on")
+    assert chips.evaluate(faded)
+    place = panel.locator(".host").bounding_box()
+    tab.get_by_role("button", name="Map", exact=True).click()
+    panel.locator(".progress").wait_for()
+    assert panel.locator(".host").bounding_box()["y"] <= place["y"]  # nothing moves down to say how far the work is
+    mapped(tab)
+    assert not chips.evaluate(faded)
+    tab.get_by_label("Another token to explain").fill("mat")
+    tab.get_by_label("Another token to explain").press("Enter")
+    expect(panel.locator(".lens .note")).to_have_text("“mat” is taken as “ mat”, which is one token.")
+
+
 def test_look_inside_says_in_words_what_heads_do(open_tab):
     tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
     mapped(tab)
     tab.get_by_role("button", name="Look inside").click()
+    expect(tab.locator(".card.inside .stage")).to_have_text(re.compile(" …$"))
+    expect(tab.locator(".progress")).to_be_hidden()  # where the click was, and only there
     ranked = tab.locator(".inside-host .ranked")
     expect(ranked.first).to_contain_text(re.compile(r"block \d+, .* moves “.+” (up|down) [\d.]+"))
     assert ranked.count() == 12 and tab.locator(".inside-host .scale").count() == 2

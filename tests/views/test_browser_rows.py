@@ -123,6 +123,19 @@ def test_the_sum_of_the_row_is_said(open_map):
     expect(open_map(map_view(np.eye(2))).locator(".sum")).to_be_hidden()
 
 
+def test_a_question_says_what_its_colours_mean_and_wears_its_certificate(open_map):
+    caption = (("Method", "tensor.in_class"), ("Note", "read as one token"), ("Certificate", "passed (value 3e-7)"))
+    tab = open_map(map_view([[1.0, -2.0, 3.0]], title="Why “ a”?", caption=caption))
+    expect(tab.locator(".reading")).to_have_text("Red speaks for it, blue against it")
+    expect(tab.locator(".badge")).to_have_text("✓ certified exact")
+    assert tab.locator(".badge").get_attribute("title") == "passed (value 3e-7)"
+    expect(tab.locator(".note")).to_have_text("read as one token")
+    failed = open_map(map_view([[1.0, -2.0, 3.0]], caption=(("Certificate", "FAILED (value 1e-1)"),)))
+    expect(failed.locator(".badge")).to_have_text("✗ not certified")
+    unknown = open_map(map_view([[1.0, -2.0, 3.0]], caption=(("Certificate", "not checked"),)))
+    expect(unknown.locator(".badge")).to_be_hidden()
+
+
 def test_a_long_row_opens_at_its_strongest_token(open_map):
     scores = np.full((1, 2000), 0.01)
     scores[0, 1500] = 5.0

@@ -131,6 +131,8 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         raise LoadError(f"A folder, a .gguf file or a name was expected, but {text!r} is another kind of file.")
     if is_path or text.startswith((".", "/", "~", "\\")) or text.endswith("/") or text.count("/") > 1:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
+    if text in FORMER_NAMES:
+        raise LoadError(f"{text!r} is {FORMER_NAMES[text]!r} on the hub. Use that name.")
     if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
         near = [FORMER_NAMES[text]] if text in FORMER_NAMES else near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."

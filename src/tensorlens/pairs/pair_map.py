@@ -142,7 +142,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
 
     def _caption(self) -> list[tuple[str, str]]:
         tokens = float(self.scores[:-1, :-1].double().sum())
-        total = f"{tokens:+.4f} by pairs of tokens, {self.bias:+.4f} by pairs with a bias"
+        total = f"{tokens:+.4f} by pairs of tokens, {self.bias:+z.4f} by pairs with a bias"
         known = (("Model", "model"), ("Other model", "other"), ("Pooling", "pooling"), ("Groups", "groups"))
         said = [(name, str(self.meta[key])[:200]) for name, key in known if isinstance(self.meta.get(key), str)]
         return [("Sum", f"{self.value:+.4f} = {total}"), *said]

@@ -13,8 +13,9 @@ from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.bundled import BUNDLED
 from tensorlens.models.inputs import forward_parameters, tokenizer_of
+from tensorlens.models.resolving import check_model_name
 
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAPS = (".json", ".safetensors")
 REPORT = "report.html"
 """The page that every study leaves in its folder."""
@@ -52,8 +53,9 @@ class Library:
 
     def add(self, name: str) -> None:
         """Load a model that was not named at start: a bundled one or one of the hub, never a path."""
-        if name not in BUNDLED and (_HUB_ID.fullmatch(name) is None or Path(name).exists()):
+        if name not in BUNDLED and (_NAME.fullmatch(name) is None or Path(name).exists()):
             raise InputError(f"Only bundled models and those of the hub can be added here; got {name[:80]!r}.")
+        check_model_name(name)
         self.opened[name] = self.load(name)
         self.names = (*self.names, name)
 

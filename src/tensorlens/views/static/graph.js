@@ -4,6 +4,7 @@ const STEP_X = 54;
 const STEP_Y = 26;
 const REACH = 12;
 const LABELLED = 12;
+const DRAWN = 150;
 
 class GraphView {
   constructor(data, onChoose, say) {
@@ -13,11 +14,11 @@ class GraphView {
     this.share = element("span", { class: "size" });
     const fit = element("button", { type: "button", text: "Fit" });
     fit.addEventListener("click", () => this.fit());
-    this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(400, graph.edges.length)), "aria-label": "Number of edges drawn" });
+    this.slider = element("input", { type: "range", min: "1", max: String(graph.edges.length || 1), value: String(Math.min(DRAWN, graph.edges.length)), "aria-label": "Number of edges drawn" });
     this.slider.addEventListener("input", () => this.draw());
     this.list = element("ul", { class: "edges" });
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
-    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens run from left to right, blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward, b a bias. The strongest nodes are labelled; point at the others." });
+    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens run from left to right, blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others, click one for what it received and passed on." });
     this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each passed to which" }), tools, legend, this.canvas, this.list]);
     this.sink = this.findSink();
     this.isAside = this.sink !== null;
@@ -141,7 +142,7 @@ class GraphView {
     const ys = nodes.map((node) => node.y);
     const [left, right, top, bottom] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
     const scale = Math.min(2, (width - 80) / (right - left || 1), (height - 90) / (bottom - top || 1));
-    const stretch = Math.min(4, Math.max(1, (width - 120) / (scale * (right - left || 1))));
+    const stretch = Math.max(1, (width - 160) / (scale * (right - left || 1)));
     this.view = { scale, stretch, x: width / 2 - (stretch * scale * (left + right)) / 2, y: (height - 40) / 2 - (scale * (top + bottom)) / 2 };
     this.isMoved = false;
     this.draw();
@@ -225,12 +226,15 @@ class GraphView {
       const [a, b] = [this.at(nodes[from]), this.at(nodes[to])];
       const isOut = this.isOut(nodes[from]) || this.isOut(nodes[to]);
       pen.strokeStyle = isOut ? "#8a939d" : this.colour(weight);
-      pen.globalAlpha = isOfChosen || (at < 0 && !isOut) ? 0.75 : 0.15;
+      pen.globalAlpha = isOfChosen || (at < 0 && !isOut) ? 0.75 : 0.25;
       pen.lineWidth = isOut ? 0.8 : Math.max(0.4, 5 * Math.sqrt(Math.abs(weight) / this.heaviest));
       pen.beginPath();
       pen.moveTo(...a);
       const middle = (a[1] + b[1]) / 2;
-      pen.bezierCurveTo(a[0], middle, b[0], middle, ...b);
+      // Between nodes that stand above each other an edge bows out to the left, the further the longer it is.
+      const bow = nodes[from].token === nodes[to].token ? 0.3 * Math.abs(a[1] - b[1]) : 0;
+      if (bow) pen.bezierCurveTo(Math.min(a[0], b[0]) - bow, a[1], Math.min(a[0], b[0]) - bow, b[1], ...b);
+      else pen.bezierCurveTo(a[0], middle, b[0], middle, ...b);
       pen.stroke();
     });
     pen.globalAlpha = 1;
@@ -240,7 +244,8 @@ class GraphView {
     const isDark = this.shade === "dark";
     pen.font = "10px system-ui, sans-serif";
     pen.textAlign = "left";
-    for (const node of this.data.graph.nodes) {
+    const inFront = (node) => (this.named.has(node) ? 1 : 0);
+    for (const node of [...this.data.graph.nodes].sort((a, b) => inFront(a) - inFront(b))) {
       const [x, y] = this.at(node);
       const isOut = this.isOut(node);
       const size = isOut ? 2.5 : 2.5 + 6 * Math.sqrt(Math.abs(node.value) / this.worth);
@@ -252,6 +257,9 @@ class GraphView {
       pen.strokeStyle = node === this.chosen ? (isDark ? "#6cb6ff" : "#0b6bcb") : isDark ? "#111417" : "#ffffff";
       pen.stroke();
       if (this.named.has(node) || this.view.scale > 2.5 || node === this.chosen || node.kind === "target") {
+        pen.strokeStyle = isDark ? "#111417" : "#ffffff";
+        pen.lineWidth = 3;
+        pen.strokeText(node.short, x + size + 2, y + 3);
         pen.fillStyle = isDark ? "#eef1f4" : "#14181d";
         pen.fillText(node.short, x + size + 2, y + 3);
       }

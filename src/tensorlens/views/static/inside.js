@@ -69,7 +69,7 @@ class Inside {
       this.paint();
     });
     this.scales = element("p", { class: "scales" });
-    return element("section", { class: "figure" }, [element("h3", { text: "Block × head" }), choose, canvas, this.scales]);
+    return element("section", { class: "figure" }, [element("h3", { text: "What each head and feed-forward does, by block" }), choose, canvas, this.scales]);
   }
 
   buildFlow() {
@@ -80,7 +80,7 @@ class Inside {
       const score = formatNumber(flow[row][column], true);
       this.tip.textContent = `Entering block ${row}, token ${column} ${visible(this.data.tokens[column])}: carries ${score}`;
     };
-    return element("section", { class: "figure wide" }, [element("h3", { text: "Flow: what each token carries of the target, by depth" }), canvas]);
+    return element("section", { class: "figure wide" }, [element("h3", { text: "What each token carries, by depth" }), canvas]);
   }
 
   cells() {
@@ -203,7 +203,7 @@ class Inside {
     this.scales.replaceChildren(...this.heads.limits.filter(([, limit]) => limit).flatMap(([isHead, limit]) => {
       const bar = element("i", { class: "scale", role: "img", "aria-label": `Colours from ${formatNumber(-limit, true)} to ${formatNumber(limit, true)}` });
       bar.style.background = colours.gradient();
-      return [element("span", { text: `${isHead ? "heads" : "feed-forwards and others"} ${formatNumber(-limit, true)} ` }), bar, element("span", { text: ` ${formatNumber(limit, true)}` })];
+      return [element("span", {}, [`${isHead ? "heads" : "feed-forwards"} ${formatNumber(-limit, true)} `, bar, ` ${formatNumber(limit, true)}`])];
     }));
   }
 

@@ -48,11 +48,13 @@ class MapLens {
 
   build() {
     const { title } = this.data;
-    const isQuestion = title.startsWith("Why ");
-    const size = element("span", { class: "size", text: isQuestion ? "" : `${this.nOut} × ${this.nIn}` });
+    const size = element("span", { class: "size", text: this.isQuestion || this.nOut === 1 ? "" : `${this.nOut} × ${this.nIn}` });
     this.toggle = button("", "Switch between light and dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
     this.toggle.className = "shade";
-    const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.toggle]);
+    this.badge = element("span", { class: "badge", hidden: "" });
+    const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.badge, this.toggle]);
+    const note = this.said("Note");
+    const notes = note ? [element("p", { class: "note", text: visible(note) })] : [];
     this.live = element("div", { class: "live", "aria-live": "polite" });
     this.tooltip = tooltip(this);
     this.caption = caption(this);
@@ -60,7 +62,22 @@ class MapLens {
     const body = isEmpty ? this.buildEmpty() : this.buildMap();
     if (this.data.answer && !isEmpty) this.answer = new AnswerText(this);
     const parts = this.answer ? [this.answer.node, element("details", { class: "as-map" }, [element("summary", { text: "As a map" }), body])] : [body];
-    this.node.append(header, ...parts, this.live, this.tooltip.node);
+    this.showBadge();
+    this.node.append(header, ...notes, ...parts, this.live, this.tooltip.node);
+  }
+
+  // A line of the caption, by its name.
+  said(name) {
+    return this.data.caption.find(([one]) => one === name)?.[1] ?? "";
+  }
+
+  // The certificate in two words; its errors are in the caption.
+  showBadge() {
+    const [verdict] = this.said("Certificate").match(/^(passed|FAILED)/) ?? [];
+    this.badge.hidden = !verdict;
+    this.badge.textContent = verdict === "passed" ? "✓ certified exact" : "✗ not certified";
+    this.badge.classList.toggle("failed", verdict === "FAILED");
+    this.badge.title = this.said("Certificate");
   }
 
   buildEmpty() {
@@ -78,7 +95,7 @@ class MapLens {
     if (this.nOut > 1) this.heatmap = new HeatMap(this);
     const ranks = element("div", {}, [this.ranking.node, this.aside.node]);
     // Where a map came from is folded away below the answer to a question.
-    this.origin = this.nOut === 1 && this.data.title.startsWith("Why ") ? element("details", { class: "origin" }, [element("summary", { text: "Where this comes from" }), this.caption.node]) : this.caption.node;
+    this.origin = this.nOut === 1 && this.isQuestion ? element("details", { class: "origin" }, [element("summary", { text: "Where this comes from" }), this.caption.node]) : this.caption.node;
     const side = element("div", { class: "side" }, [this.buildText(), ranks, this.origin]);
     const columns = this.heatmap ? [this.buildFigure(), side] : [side];
     const kind = this.heatmap ? "body" : this.picture ? "body single pictured" : "body single";
@@ -118,6 +135,10 @@ class MapLens {
     return [...(this.aside.control ? [this.aside.control] : []), ...words];
   }
 
+  get isQuestion() {
+    return this.data.title.startsWith("Why ");
+  }
+
   get isInWords() {
     return this.nIn !== this.source.inTokens.length;
   }
@@ -129,6 +150,7 @@ class MapLens {
     this.caption.node.replaceWith(next.node);
     this.caption = next;
     next.update();
+    this.showBadge();
   }
 
   // The map of the words, or of the tokens again, with the same output chosen.
@@ -200,7 +222,7 @@ class MapLens {
     this.caption.update();
     if (!this.texts) return;
     const { i } = this.cursor;
-    this.reading.replaceChildren("What carries output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`);
+    this.reading.replaceChildren(...this.readingOf(i));
     this.texts.forEach((text) => text.paint());
     this.picture?.paint();
     this.ranking.update();
@@ -209,6 +231,12 @@ class MapLens {
     const [limit, what] = this.picture ? [this.picture.limit(), "the patches"] : [this.scores.scaleOf(i, true), "this row"];
     this.rowLegend.update(this, limit, this.picture ? 1 : this.rowContrast, what);
     this.mark(true);
+  }
+
+  // What the colours mean below a question; otherwise which output they are about.
+  readingOf(i) {
+    if (this.isQuestion && this.nOut === 1) return [this.isSigned ? "Red speaks for it, blue against it" : "The darker, the more it contributes"];
+    return ["What makes output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`];
   }
 
   mark(isMoved = false) {

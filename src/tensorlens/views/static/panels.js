@@ -29,9 +29,10 @@ function ranking(lens) {
       const score = lens.scores.at(i, j);
       return { j, score, share: Math.max(-1, Math.min(score / limit, 1)) || 0 };
     });
-    // The bars share one zero, placed so that the longest on each side just fits.
-    const below = -Math.min(0, ...lines.map(({ share }) => share));
-    const above = Math.max(0, ...lines.map(({ share }) => share));
+    // The bars share one zero, placed so that the longest on each side just fits, or as in the map beside this one.
+    const ends = lens.scores.shared ? [lens.isSigned ? -1 : 0, 1] : lines.map(({ share }) => share);
+    const below = -Math.min(0, ...ends);
+    const above = Math.max(0, ...ends);
     const span = below + above || 1;
     list.replaceChildren(...lines.map((line) => rankingLine(lens, line, below / span, span, limit)));
     lens.aside.update(below / span, span, limit);

@@ -58,14 +58,14 @@ class Scores {
       }
       this.limits[i] = limit;
     }
+    if (this.shared) this.limits.fill(this.shared);
     this.limit = this.limits.reduce((a, b) => Math.max(a, b), 0) || 1;
   }
 
-  // Colours that another map has too: full colour stands for at least this much.
-  atLeast(limit) {
-    this.limits = this.limits.map((one) => Math.max(one, limit));
-    this.limit = Math.max(this.limit, limit);
-    this.pyramids = {};
+  // Colours and bars end here, as in another map beside this one; 0 for the map's own largest score.
+  endAt(shared) {
+    this.shared = shared;
+    this.setAside(this.aside);
   }
 
   at(i, j) {

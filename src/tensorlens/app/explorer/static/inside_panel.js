@@ -6,8 +6,8 @@ import { field, percent } from "./controls.js";
 const { element, button, visible, formatNumber, Inside } = window.TensorLens;
 
 export class InsidePanel {
-  constructor({ question, say, rest }) {
-    Object.assign(this, { question, say, rest });
+  constructor(question) {
+    this.question = question;
     this.opener = button("Look inside", "Look inside: heads, feed-forwards, the flow over depth, and the graph of this target", () => this.open());
     this.told = element("span", { class: "stage", role: "status" });
     this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
@@ -32,6 +32,12 @@ export class InsidePanel {
     this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
   }
 
+  // How far the work is stands beside the click that asked for it.
+  request(path, question, told) {
+    told.textContent = "Asking …";
+    return ask(path, question, { hear: ({ type, stage }) => type === "progress" && (told.textContent = `${visible(stage)} …`) });
+  }
+
   open() {
     return this.put("/api/inside", {}, ({ inside }) => {
       this.opener.hidden = true;
@@ -54,56 +60,43 @@ export class InsidePanel {
     const mine = (this.asked = this.question());
     this.problem.hidden = true;
     try {
-      const hear = (event) => {
-        if (event.type === "progress" && this.asked === mine) this.told.textContent = `${visible(event.stage)} …`;
-        this.say(event);
-      };
-      this.told.textContent = "Asking …";
-      const found = await ask(path, { ...mine, ...more }, { hear });
+      const found = await this.request(path, { ...mine, ...more }, this.told);
       if (this.asked === mine) show(found); // otherwise it is of the map before
     } catch (error) {
       if (this.asked === mine) this.fail(error);
     } finally {
       if (this.asked === mine) this.told.textContent = "";
-      this.rest();
     }
   }
 
-  offerSwitch({ name, about, look, again }) {
-    if (look && !look.why) this.offerWhy(about, look, name, again);
+  // A button below a component, and what comes of it in words.
+  offerAct([text, label], place, act) {
     const said = element("p", { class: "said", role: "status" });
-    const act = button("Switch it off", `Switch it off: run the model without ${name}`, async () => {
-      act.disabled = true;
+    const node = button(text, `${text}: ${label}`, async () => {
+      node.disabled = true;
       try {
-        const { ablation } = await ask("/api/ablate", { ...this.asked, component: name }, { hear: this.say });
-        said.textContent = this.sentence(ablation);
+        said.textContent = (await act(said)) ?? "";
       } catch (error) {
         said.textContent = visible(error.message);
       } finally {
-        act.disabled = false;
-        this.rest();
+        node.disabled = false;
       }
     });
-    about.append(act, said);
+    place.append(node, said);
   }
 
-  offerWhy(about, look, name, again) {
-    const [block, head] = name.match(/\d+/g).map(Number);
-    const said = element("p", { class: "said", role: "status" });
-    const act = button("Why did it look there?", `Why did ${name} look there: the pairs that made its score`, async () => {
-      act.disabled = true;
-      try {
-        const { why } = await ask("/api/why", { ...this.asked, block, head, query: look.query, key: look.key }, { hear: this.say });
-        look.why = why;
+  offerSwitch({ name, about, look, again }) {
+    if (look && !look.why) {
+      const [block, head] = name.match(/\d+/g).map(Number);
+      this.offerAct(["Why did it look there?", `the pairs that made the score of ${name}`], about.querySelector(".look"), async (told) => {
+        ({ why: look.why } = await this.request("/api/why", { ...this.asked, block, head, query: look.query, key: look.key }, told));
         again();
-      } catch (error) {
-        said.textContent = visible(error.message);
-        act.disabled = false;
-      } finally {
-        this.rest();
-      }
+      });
+    }
+    this.offerAct(["Switch it off", `run the model without ${name}`], about, async (told) => {
+      const { ablation } = await this.request("/api/ablate", { ...this.asked, component: name }, told);
+      return this.sentence(ablation);
     });
-    about.querySelector(".look").append(act, said);
   }
 
   sentence({ target, value, predicted, true: truth, before, after }) {

@@ -26,9 +26,9 @@ class Explorer {
     const tools = document.querySelector(".tools");
     const { maps, reports } = this.catalogue;
     if (maps.length + reports.length) tools.append(this.buildOpener());
-    this.compare = button("Compare", "Show a second map beside this one", () => this.toggleCompare());
+    this.compare = button("Compare", "Compare: show a second map beside this one, or one map again", () => this.toggleCompare());
     this.shade = button("", "Switch between light and dark", () => this.switchShade());
-    tools.append(this.compare, button("Copy link", "Copy a link to this view", () => this.copyLink()), this.shade);
+    tools.append(this.compare, button("Copy link", "Copy link to this view", () => this.copyLink()), this.shade);
     onShadeChange(() => this.showShade());
     this.showShade();
   }
@@ -140,8 +140,8 @@ class Explorer {
   async toggleCompare() {
     if (this.panels.length === 2) {
       this.panels.pop().stop();
-      this.difference?.remove();
       this.arrange();
+      this.compared();
       this.write();
       return;
     }
@@ -164,6 +164,7 @@ class Explorer {
     const [first, second] = this.panels.map((panel) => panel.result);
     this.difference?.remove();
     this.difference = null;
+    for (const one of [first, second]) if (one?.data) one.rescale(0);
     if (!second?.data || !first.data || first.node.hidden || second.node.hidden) return;
     const same = (a, b) => (a ?? []).join("\u0000") === (b ?? []).join("\u0000");
     if (first.lens.nOut !== second.lens.nOut || !same(first.lens.data.inTokens, second.lens.data.inTokens)) return;
@@ -176,7 +177,7 @@ class Explorer {
     const values = Float32Array.from({ length: lens.nOut * lens.nIn }, (_, k) => lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn) - second.lens.scores.at(Math.floor(k / lens.nIn), k % lens.nIn));
     const title = "Difference: the first map minus the second";
     mount(host, { ...lens.data, title, scores: { values, unit: 1 }, isSigned: true, sums: [], sink: [], caption: [], rowCaption: [], words: [], answer: null });
-    host.tensorlens.scores.atLeast(most / host.tensorlens.scores.unit);
+    host.tensorlens.scores.endAt(most);
     host.tensorlens.paint();
   }
 

@@ -26,7 +26,7 @@ export class Panel extends Asking {
     this.input = { predictions: [], tokens: [], n_blocks: 1, n_heads: [], pools: false };
     const snippet = (make) => () => onCopy(make({ ...this.mapped, rules: this.mapped.rules ?? this.input.rules, output: this.view.output }));
     this.result = new Result({ onSelect: (output) => this.selected(output, () => onSelect(this, output)), copies: [["Python", snippet(asPython)], ["Command", snippet(asCommand)]] });
-    this.inside = new InsidePanel({ question: () => question(this.mapped), say: (event) => this.hear(event), rest: () => this.rest() });
+    this.inside = new InsidePanel(() => question(this.mapped));
     this.build();
     this.show();
   }
@@ -44,11 +44,11 @@ export class Panel extends Asking {
     this.more = [group("Blocks", this.blocks.node), group("Heads", this.heads.node), ...this.targets.nodes];
     const rest = element("div", { class: "fields" }, [field("Method", this.method.node), field("Rules", this.rules.node), field("Outputs", this.outputs.node), ...this.more.slice(0, 2), this.summary, this.buildExamples()]);
     this.folded = element("details", { class: "more" }, [element("summary", { text: "More", title: "Method, rules, outputs, blocks, heads, examples" }), rest]);
-    const fields = element("div", { class: "fields" }, [field("Model", this.model.node), ...this.targets.nodes]);
+    const fields = element("div", { class: "fields first" }, [field("Model", this.model.node), ...this.targets.nodes]);
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which inputs made this output?" }), element("span", { text: "Type a text or drop an image, then press Map." })]);
-    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), fields, this.folded]);
+    const card = element("section", { class: "card ask", "aria-label": "Question" }, [this.buildComposer(), fields, element("div", { class: "foot" }, [this.folded, this.progress])]);
     this.ask = card;
-    this.node = element("article", { class: "panel" }, [card, this.progress, this.error, this.result.node, this.inside.node, this.welcome]);
+    this.node = element("article", { class: "panel" }, [card, this.error, this.result.node, this.inside.node, this.welcome]);
   }
 
   buildComposer() {
@@ -92,9 +92,10 @@ export class Panel extends Asking {
     this.run();
   }
 
-  // A map of another text than the one that stands there is dimmed.
+  // A map of another text than the one that stands there is dimmed, and so are predictions after another text.
   showAge() {
-    this.result.node.classList.toggle("stale", this.mapped !== undefined && !this.isSameInput(this.mapped));
+    this.node.classList.toggle("stale", this.mapped !== undefined && !this.isSameInput(this.mapped));
+    for (const node of this.targets.nodes) node.classList.toggle("old", this.known !== undefined && !this.isSameInput(this.known));
   }
 
   takesTarget(name) {
@@ -289,6 +290,7 @@ export class Panel extends Asking {
 
   learn(event) {
     this.input = event;
+    this.known = this.asked;
     this.view.output ??= event.out_token;
     if (this.view.method === null) Object.assign(this.view, { method: event.method, every: event.every });
     this.show();

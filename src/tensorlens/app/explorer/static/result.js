@@ -56,13 +56,13 @@ export class Result {
     this.isQuiet = false;
   }
 
-  // What full colour stands for in the row that is shown, and the same for two maps side by side.
+  // What full colour stands for in the row that is shown, and the same for two maps side by side; 0 for its own.
   get scale() {
     return this.lens.scores.scaleOf(this.lens.cursor.i, this.lens.nOut === 1);
   }
 
   rescale(most) {
-    this.lens.scores.atLeast(most / this.lens.scores.unit);
+    this.lens.scores.endAt(most / this.lens.scores.unit);
     this.lens.paint();
   }
 
