@@ -63,7 +63,7 @@ def axis_layout(
     """How a state is laid out.
 
     Args:
-        shape: Of what enters a block, or leaves the body.
+        shape: Shape of the state that enters a block, or leaves the body.
         channel: The axis that the weights read as channels, from `Anatomy.channels`; the last one if None.
         n_tokens: The number of tokens of a text, where it is known: in a state of four axes or more, or without an
             axis of samples, axes of other sizes are then streams, which are channels.
