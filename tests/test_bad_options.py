@@ -42,8 +42,6 @@ ASKED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "seed of a data set": (lambda v: list(lens().maps([[1, 2]], "tensor.norm", probes=2, seed=v)), (True, [])),
     "inputs": (lambda v: lens().batch(v), (1, None, torch.tensor(1), True)),
     "inputs of a data set": (lambda v: list(lens().maps(v)), (1, None, torch.tensor(1))),
-    "estimate": (lambda v: tensor().estimate("norm", n_outputs=v), (True, 0, -1, "a", float("nan"))),
-    "estimated probes": (lambda v: tensor().estimate("sketch", probes=v), (None, 0, float("inf"))),
     "neurons": (lambda v: tensor().components(neurons=v), (True, "a", [True], ["a"], [9])),
     "share": (lambda v: tensor().graph(share=v), (True, "a", 0, float("nan"))),
     "max_nodes": (lambda v: tensor().graph(max_nodes=v), (True, "a", 0, float("nan"))),

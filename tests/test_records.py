@@ -258,7 +258,7 @@ def test_everything_a_user_holds_has_a_form_for_notebooks() -> None:
     lens = tl.Lens(build("gpt2"))
     held = [lens, tensor(), tensor().program, tensor().certificate(), *(record(kind) for kind in KINDS)]
     held += [lens.answer(list(range(1, 6)), [3, 4]), lens.explain(sample("gpt2")), lens.batch([[1, 2], [3, 4]])]
-    held += [tl.Rules(), tl.recommended("word"), tl.MeanTensor([tensor()]), tensor().estimate("in_out")]
+    held += [tl.Rules(), tl.recommended("word"), tl.MeanTensor([tensor()])]
     held += [tl.spectrum(tensor(), k=2), tl.Mapper("minilm")]
     for one in held:
         html = one._repr_html_()

@@ -54,7 +54,6 @@ __all__ = [
     "Certificate",
     "compare",
     "Comparison",
-    "Estimate",
     "spectrum",
     "Spectrum",
     "spectral_norm",

@@ -25,10 +25,9 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
 from tensorlens.operators.certificate import Certificate, certify
-from tensorlens.operators.estimates import Estimate, estimate
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.operators.plain import plain_logits
-from tensorlens.operators.subspace import Split, projector
+from tensorlens.operators.spectrum import Split, projector
 from tensorlens.program.program import Program
 from tensorlens.recording.recording import Span
 from tensorlens.views.printing import text_as_html
@@ -378,17 +377,6 @@ class AttentionTensor(InsideQuestions):
     def with_precision(self, precision: Precision | None) -> AttentionTensor:
         """The same operator with its rows, norms and sketches computed in a different precision."""
         return self if precision == self.operator.precision else self._but(precision=precision)
-
-    @own_modes
-    def estimate(self, work: str = "rows", *, n_outputs: int | None = None, probes: int = 16) -> Estimate:
-        """Estimate the operations, memory and time of some work before doing it.
-
-        Args:
-            work: ``"rows"`` (one slice), ``"dense"``, ``"norm"``, ``"sketch"`` or ``"in_out"``.
-            n_outputs: For norm, sketch and in_out: how many outputs; all if None.
-            probes: For a sketch.
-        """
-        return estimate(self.operator, work, n_outputs=n_outputs, probes=probes)
 
     @own_modes
     def certificate(self) -> Certificate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -275,3 +276,28 @@ def hoyer_sparsity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*bat
         return torch.ones_like(weights[..., 0])
     ratio = weights.abs().sum(-1) / weights.norm(dim=-1).clamp_min(torch.finfo(weights.dtype).tiny)
     return (n**0.5 - ratio) / (n**0.5 - 1)
+
+
+# Subspaces ------------------------------------------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """What came through a subspace and what did not, each (out_token, out_channel)."""
+
+    through: Tensor
+    beside: Tensor
+
+
+def projector(basis: Tensor, x: Tensor) -> Tensor:
+    """The orthogonal projector (channel, channel) on what some directions span, in the type of x (…, channel)."""
+    width = x.shape[-1]
+    rows = torch.atleast_2d(torch.as_tensor(basis)).to(device=x.device, dtype=torch.float64)
+    rows = rows if rows.shape[-1] == width else rows.mT
+    if rows.dim() != 2 or rows.shape[-1] != width or not bool(rows.isfinite().all()):
+        raise InputError(
+            f"`basis` must be finite directions of {width} channels, (direction, channel); got shape "
+            f"{tuple(torch.as_tensor(basis).shape)}."
+        )
+    _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
+    vectors = vectors[sizes > sizes.max() * torch.finfo(torch.float64).eps * max(rows.shape)]
+    return (vectors.mT @ vectors).to(x)
