@@ -104,9 +104,11 @@ def circuit_tables(order: str) -> str:
             cells = {"scored by": f"`{way}`" if way in RULE_SETS else way}
             for (set_, other), one in found.items():
                 if other == way:
-                    name = f"{set_.replace('_', '-')} ({one.n_pairs} pairs)"
-                    cells[f"CPR, {name}"] = ranged(one.cpr, *one.interval)
-                    cells[f"CMD, {name}"] = ranged(one.cmd, *one.cmd_interval)
+                    name = f"{set_.replace('_', '-')} ({one.n_pairs} pair{'s' * (one.n_pairs > 1)})"
+                    between = ((), ()) if one.n_pairs == 1 else (one.interval, one.cmd_interval)
+                    cells[f"CPR, {name}"], cells[f"CMD, {name}"] = (
+                        ranged(mean_, *ends) for mean_, ends in zip((one.cpr, one.cmd), between, strict=True)
+                    )
             drawn.append(cells)
         if drawn:
             parts.append(f"**{run.model}**, {run.lines[0]['edges']:,} edges. {run.about['ran']}.\n\n{markdown(drawn)}")

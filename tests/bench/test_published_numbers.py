@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import tensorlens as tl
+
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("leaderboard.md", "what-to-use.md")}
 FILES = sorted((ROOT / "bench" / "records").glob("*.jsonl.gz"))
@@ -118,6 +120,59 @@ def test_every_cell_of_the_leaderboard(path):
 def _variance(some):
     mean = sum(some) / len(some)
     return sum((one - mean) ** 2 for one in some) / len(some)
+
+
+CIRCUITS = sorted((ROOT / "bench" / "records" / "circuits").glob("*.jsonl.gz"))
+
+
+def areas(lines, order, way):
+    """CPR and CMD of each pair, by the rule of trapezoids."""
+    for line in lines:
+        if way in line["f"].get(order, {}):
+            f, shares = line["f"][order][way], line["shares"]
+            steps = [(b - a, k) for k, (a, b) in enumerate(zip(shares, shares[1:], strict=False))]
+            rest = [abs(1 - one) for one in f]
+            yield tuple(sum(width * (some[k] + some[k + 1]) / 2 for width, k in steps) for some in (f, rest))
+
+
+@pytest.mark.parametrize("path", CIRCUITS, ids=lambda path: path.name.partition(".")[0])
+def test_every_area_of_circuits(path):
+    about, lines = lines_of(path)
+    page, n_cells = (ROOT / "docs" / "how-to" / "circuits.md").read_text("utf-8"), 0
+    for order in ("magnitude", "signed"):
+        block = page.partition(f"<!-- records: circuits {order} -->")[2].partition("<!-- /records -->")[0]
+        table = block.partition(f"**{about['model']}**")[2].partition("\n**")[0]
+        head, *rows = [
+            [cell.strip("` ") for cell in row.strip("|").split("|")] for row in table.split("\n") if row[:1] == "|"
+        ] or [[]]
+        known = {way for line in lines for way in line["f"].get(order, {})}
+        assert {row[0] for row in rows[1:]} == known
+        for row in rows[1:]:
+            for name, cell in zip(head[1:], row[1:], strict=True):
+                some = [line for line in lines if line["set"].replace("_", "-") in name]
+                found = [pair["CMD" in name] for pair in areas(some, order, row[0])]
+                value, *ends = map(float, re.findall(r"-?\d\.\d+", cell))
+                assert value == pytest.approx(sum(found) / len(found), abs=6e-4) and f"({len(found)} pair" in name
+                assert len(ends) == (0 if len(found) == 1 else 2)
+                assert all(min(found) - 6e-4 <= end <= max(found) + 6e-4 for end in ends)
+                n_cells += 1
+    assert n_cells >= 7 * 2
+
+
+def test_the_rules_for_circuits_are_those_with_the_smallest_cmd():
+    found = {}
+    for path in CIRCUITS:
+        _, lines = lines_of(path)
+        for set_ in {line["set"] for line in lines}:
+            some = [line for line in lines if line["set"] == set_]
+            for way in some[0]["f"]["magnitude"]:
+                values = [cmd for _, cmd in areas(some, "magnitude", way)]
+                found.setdefault(way, []).append(sum(values) / len(values))
+    rules = [way for way in found if way not in ("random", "integrated gradients")]
+    best = min(rules, key=lambda way: sum(found[way]) / len(found[way]))
+    page = (ROOT / "docs" / "how-to" / "circuits.md").read_text("utf-8")
+    assert f"Smallest mean CMD of a rule set: **{best}**" in page
+    assert tl.recommended("component").rules.name == best
 
 
 def test_nothing_is_published_without_records():
