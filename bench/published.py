@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from statistics import mean
 
-from bench.records import FOLDER, KINDS, Records, Row, chance, is_ours, less, read, rows
+from bench.records import FOLDER, KINDS, Records, Row, chance, interval, is_ours, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.inside.faithfulness import Faithfulness, faithfulness_of
+from tensorlens.recommendations import recommended
 from tensorlens.recording.conventions import RULE_SETS
 
 PAGES = (DOCS / "what-to-use.md", DOCS / "leaderboard.md", DOCS / "how-to" / "circuits.md")
@@ -96,23 +97,49 @@ def _use(run: Records, method: str) -> dict[str, str]:
 
 def circuit_tables(order: str) -> str:
     """A table per model: the areas of circuits in this order, by the way in which their edges were scored."""
-    parts = [f"Smallest mean CMD of a rule set: **{chosen_for_circuits()}**"] if order == "magnitude" else []
+    parts = [markdown(circuits_compared())] if order == "magnitude" else []
     for run in read(FOLDER / "circuits"):
         found = judged_circuits(run, order)
         drawn = []
         for way in dict.fromkeys(way for _, way in found):
-            cells = {"scored by": f"`{way}`" if way in RULE_SETS else way}
+            cells = {"scored by": _way(way)}
             for (set_, other), one in found.items():
                 if other == way:
                     name = f"{set_.replace('_', '-')} ({one.n_pairs} pair{'s' * (one.n_pairs > 1)})"
                     between = ((), ()) if one.n_pairs == 1 else (one.interval, one.cmd_interval)
                     cells[f"CPR, {name}"], cells[f"CMD, {name}"] = (
-                        ranged(mean_, *ends) for mean_, ends in zip((one.cpr, one.cmd), between, strict=True)
+                        ranged(area, *ends) for area, ends in zip((one.cpr, one.cmd), between, strict=True)
                     )
             drawn.append(cells)
         if drawn:
             parts.append(f"**{run.model}**, {run.lines[0]['edges']:,} edges. {run.about['ran']}.\n\n{markdown(drawn)}")
     return "\n\n".join(parts)
+
+
+def _way(name: str) -> str:
+    return f"`{name}`" if name in RULE_SETS else name
+
+
+def circuits_compared() -> list[dict[str, str]]:
+    """The mean CMD over all pairs of all models, ordered by magnitude, and less that of the recommended rule set."""
+    cmd: dict[str, list[float]] = {}
+    for run in read(FOLDER / "circuits"):
+        for line in run.lines:
+            for way, f in line["f"]["magnitude"].items():
+                cmd.setdefault(way, []).append(faithfulness_of([f], line["shares"], unit="edges", size=0).cmd)
+    ours = recommended("component").rules.name
+    drawn = []
+    for way in sorted(cmd, key=lambda way: mean(cmd[way])):
+        apart = [a - b for a, b in zip(cmd[way], cmd[ours], strict=True)]
+        less_ours = "–" if way == ours else ranged(mean(apart), *interval([apart]), "+.3f")
+        drawn.append(
+            {
+                "scored by": _way(way),
+                f"CMD, all {len(apart)} pairs": f"{mean(cmd[way]):.3f}",
+                f"minus `{ours}` [95 %]": less_ours,
+            }
+        )
+    return drawn
 
 
 def judged_circuits(run: Records, order: str) -> dict[tuple[str, str], Faithfulness]:
@@ -123,16 +150,6 @@ def judged_circuits(run: Records, order: str) -> dict[tuple[str, str], Faithfuln
             curves.setdefault((line["set"], way), []).append(f)
     shares = run.lines[0]["shares"]
     return {key: faithfulness_of(some, shares, unit="edges", size=0) for key, some in sorted(curves.items())}
-
-
-def chosen_for_circuits() -> str:
-    """The rule set with the smallest mean CMD over all models and sets, circuits ordered by magnitude."""
-    found: dict[str, list[float]] = {}
-    for run in read(FOLDER / "circuits"):
-        for (_, way), one in judged_circuits(run, "magnitude").items():
-            if way in RULE_SETS:
-                found.setdefault(way, []).append(one.cmd)
-    return min(found, key=lambda way: mean(found[way]))
 
 
 def draw() -> None:

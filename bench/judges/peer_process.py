@@ -264,7 +264,7 @@ def transformer_lens(folder: str, method: str) -> tuple[Score, str]:
 
     def score(question: dict[str, Any]) -> Sequence[float]:
         clean, gradients = _hooked(bridge, question["ids"], question["weights"])
-        corrupted, _ = _hooked(bridge, question["corrupted"], question["weights"])
+        corrupted, _ = _hooked(bridge, question["corrupted"], [])
         found: dict[str, float] = {}
         for n in range(bridge.cfg.n_layers):
             effects = {
@@ -291,7 +291,7 @@ WHOLE = {"attn.hook_out": "attention", "mlp.hook_out": "feed-forward"}
 
 
 def _hooked(bridge: Any, ids: Sequence[int], weights: Sequence[tuple[int, float]]) -> tuple[dict[str, Any], ...]:
-    """What the components give in one run, and the gradient of the target there."""
+    """What the components give in one run, and the gradient of the target there, if there is one."""
     values: dict[str, Any] = {}
     gradients: dict[str, Any] = {}
 
@@ -304,10 +304,12 @@ def _hooked(bridge: Any, ids: Sequence[int], weights: Sequence[tuple[int, float]
     def keep_gradient(value: Any, hook: Any) -> None:
         gradients[hook.name] = (value[0] if isinstance(value, tuple) else value).detach().clone()
 
-    with torch.enable_grad(), bridge.hooks(fwd_hooks=[(is_wanted, keep)], bwd_hooks=[(is_wanted, keep_gradient)]):
+    backwards = [(is_wanted, keep_gradient)] if weights else []
+    with torch.set_grad_enabled(len(weights) > 0), bridge.hooks(fwd_hooks=[(is_wanted, keep)], bwd_hooks=backwards):
         tokens = torch.tensor([list(ids)], device=next(bridge.parameters()).device)
         logits = bridge(tokens, return_type="logits", prepend_bos=False)[0, -1]
-        torch.stack([weight * logits[token] for token, weight in weights]).sum().backward()
+        if weights:
+            torch.stack([weight * logits[token] for token, weight in weights]).sum().backward()
     return values, gradients
 
 

@@ -159,20 +159,25 @@ def test_every_area_of_circuits(path):
     assert n_cells >= 7 * 2
 
 
-def test_the_rules_for_circuits_are_those_with_the_smallest_cmd():
+def test_no_rule_set_is_clearly_better_for_circuits_than_the_recommended_one():
+    page, ours = (ROOT / "docs" / "how-to" / "circuits.md").read_text("utf-8"), tl.recommended("component").rules.name
     found = {}
     for path in CIRCUITS:
         _, lines = lines_of(path)
-        for set_ in {line["set"] for line in lines}:
-            some = [line for line in lines if line["set"] == set_]
-            for way in some[0]["f"]["magnitude"]:
-                values = [cmd for _, cmd in areas(some, "magnitude", way)]
-                found.setdefault(way, []).append(sum(values) / len(values))
-    rules = [way for way in found if way not in ("random", "integrated gradients")]
-    best = min(rules, key=lambda way: sum(found[way]) / len(found[way]))
-    page = (ROOT / "docs" / "how-to" / "circuits.md").read_text("utf-8")
-    assert f"Smallest mean CMD of a rule set: **{best}**" in page
-    assert tl.recommended("component").rules.name == best
+        for way in lines[0]["f"]["magnitude"]:
+            found.setdefault(way, []).extend(cmd for _, cmd in areas(lines, "magnitude", way))
+    n_pairs = len(found[ours])
+    assert f"CMD, all {n_pairs} pairs" in page and n_pairs >= 10
+    for way, values in found.items():
+        row = re.search(rf"^\| `?{way}`? \| (\d\.\d+) \| (.+?) \|$", page, re.MULTILINE)
+        assert row is not None and float(row[1]) == pytest.approx(sum(values) / n_pairs, abs=6e-4)
+        if way != ours:
+            apart = [a - b for a, b in zip(values, found[ours], strict=True)]
+            value, low, high = map(float, re.findall(r"[-+]\d\.\d+", row[2]))
+            assert value == pytest.approx(sum(apart) / n_pairs, abs=6e-4) and low <= value <= high
+            error = (_variance(apart) / n_pairs) ** 0.5
+            assert high - low == pytest.approx(2 * 1.96 * error, rel=0.25, abs=0.01)
+            assert high >= 0 or way == "integrated gradients", "a clearly better rule set would be recommended"
 
 
 def test_nothing_is_published_without_records():
