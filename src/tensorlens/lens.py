@@ -213,7 +213,7 @@ class Lens(Printed):
             **options: Options for the model's `generate`. Without any the answer is the greedy one.
         """
         return make_answer(
-            self, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options
+            self.specimen, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options
         )
 
     @own_modes

@@ -36,7 +36,7 @@ def lens_of(kind: str) -> tl.Lens:
 
 def tolerance(answer) -> dict[str, float]:
     """Llama's own code computes its norms in float32, whatever the type of its weights."""
-    size = 2e-5 if answer.lens.name == "tiny-llama" else 1e-10
+    size = 2e-5 if answer.specimen.name == "tiny-llama" else 1e-10
     return {"rtol": size, "atol": size}
 
 
@@ -49,7 +49,7 @@ def token_targets(answer, target) -> torch.Tensor:
     """The targets from the model's own logits, by their definitions."""
     arguments = {"input_ids": torch.tensor([answer.prompt.ids + answer.ids])}
     with torch.no_grad():
-        logits = answer.lens.model(**arguments).logits[0, list(answer.positions)]
+        logits = answer.specimen.model(**arguments).logits[0, list(answer.positions)]
     chosen = torch.tensor(answer.ids)[:, None]
     own = logits.gather(1, chosen)[:, 0]
     others = logits.scatter(1, chosen, -torch.inf).amax(1)
@@ -64,7 +64,7 @@ def bias_of(answer, target) -> torch.Tensor:
     own = at_zero.gather(1, chosen)[:, 0]
     if target == "runner_up":
         with torch.no_grad():
-            logits = answer.lens.model(input_ids=torch.tensor([answer.prompt.ids + answer.ids])).logits[0]
+            logits = answer.specimen.model(input_ids=torch.tensor([answer.prompt.ids + answer.ids])).logits[0]
         others = logits[list(answer.positions)].scatter(1, chosen, -torch.inf).argmax(1)
         return own - at_zero.gather(1, others[:, None])[:, 0]
     return own - at_zero.mean(1) if target == "centred" else own
@@ -138,7 +138,7 @@ def test_the_default_target_is_the_recommended_one(answer):
 
 
 def test_against_is_the_difference_of_two_answers(answer):
-    other = answer.lens.answer(PROMPT, " No one.")
+    other = tl.Lens(answer.specimen.model, answer.specimen.processor).answer(PROMPT, " No one.")
     found, ours, theirs = answer.map(against=" No one."), answer.map(target="centred"), other.map(target="centred")
     torch.testing.assert_close(found.scores[:, :3], ours.scores[:, :3] - theirs.scores[:, :3])
     assert found.in_tokens[-2:] == ("answer", "against")
@@ -188,7 +188,7 @@ def test_the_record(answer):
     assert answer.text == GIVEN == "".join(answer.tokens)
     assert answer.n_prompt_tokens == len(PROMPT) and len(answer.ids) == len(GIVEN)
     with torch.no_grad():
-        logits = answer.lens.model(input_ids=torch.tensor([answer.prompt.ids + answer.ids])).logits[0]
+        logits = answer.specimen.model(input_ids=torch.tensor([answer.prompt.ids + answer.ids])).logits[0]
     expected = logits.log_softmax(-1)[list(answer.positions), list(answer.ids)]
     torch.testing.assert_close(torch.tensor(answer.log_probabilities), expected.float(), rtol=1e-4, atol=1e-5)
 
@@ -219,13 +219,13 @@ def test_training_mode_and_random_state_are_left_alone():
 def test_pieces_of_one_character_stand_at_one_place():
     lens = tiny_lens()
     ids = tokenizer()("aé b")["input_ids"]
-    assert decoded(lens, ids) == ("aé b", ((0, 1), (1, 2), (1, 2), (2, 3), (3, 4)))
+    assert decoded(lens.specimen, ids) == ("aé b", ((0, 1), (1, 2), (1, 2), (2, 3), (3, 4)))
 
 
 def test_places_of_a_long_answer_are_those_of_its_decoded_prefixes():
     lens, cut = tiny_lens(), tokenizer()
     ids = cut("Zoë sat. 😀 naïve — 你好! " * 20)["input_ids"]
-    text, offsets = decoded(lens, ids)
+    text, offsets = decoded(lens.specimen, ids)
     assert len(ids) > 300 and text == cut.decode(ids)
     ends = [len(cut.decode(ids[: k + 1]).rstrip("\ufffd")) for k in range(len(ids))]
     assert [pair[1] for pair in offsets if pair] == [

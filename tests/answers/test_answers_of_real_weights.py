@@ -37,7 +37,7 @@ def logits(answer):
     ids = torch.tensor([answer.prompt.ids + answer.ids])
     at = list(answer.positions)
     with torch.no_grad():
-        own = answer.lens.model(input_ids=ids, use_cache=False).logits[0, at].double()
+        own = answer.specimen.model(input_ids=ids, use_cache=False).logits[0, at].double()
     return own, torch.stack([answer.tensor.operator.logits_at_zero(i) for i in at]).double()
 
 
@@ -74,7 +74,10 @@ def test_pushes_equal_pulls_and_groups_are_sums_of_tokens(answer, target):
 def test_a_contrast_sums_to_the_difference_of_two_answers(answer):
     found = answer.map(against=" blue. Tom's is red.")
     assert found.in_tokens[-2:] == ("answer", "against")
-    value, other = found.meta["logit"][0], answer.lens.answer(PROMPT, " blue. Tom's is red.")
+    value, other = (
+        found.meta["logit"][0],
+        tl.Lens(answer.specimen.model, answer.specimen.processor).answer(PROMPT, " blue. Tom's is red."),
+    )
     own, theirs = (_centred(one) for one in (answer, other))
     assert value == pytest.approx(own - theirs, rel=1e-4, abs=1e-3)
     total = float(found.scores.double().sum() + found.bias_share[0] * value)
@@ -84,7 +87,7 @@ def test_a_contrast_sums_to_the_difference_of_two_answers(answer):
 def _centred(answer) -> float:
     with torch.no_grad():
         ids = torch.tensor([answer.prompt.ids + answer.ids])
-        logits = answer.lens.model(input_ids=ids, use_cache=False).logits[0, list(answer.positions)].double()
+        logits = answer.specimen.model(input_ids=ids, use_cache=False).logits[0, list(answer.positions)].double()
     return float((logits.gather(1, torch.tensor(answer.ids)[:, None])[:, 0] - logits.mean(1)).sum())
 
 

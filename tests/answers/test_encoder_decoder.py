@@ -61,7 +61,7 @@ def test_rows_sum_to_the_decoders_own_logits(answer, engine, target):
     found = answer.map("sentences", "tokens", target, engine=engine, answer_columns=True)
     start = answer.prompt.decoder_ids
     with torch.no_grad():
-        logits = answer.lens.model(
+        logits = answer.specimen.model(
             input_ids=torch.tensor([answer.prompt.ids[: -len(start)]]),
             decoder_input_ids=torch.tensor([[*start, *answer.ids]]),
         ).logits[0, len(start) - 1 : -1]

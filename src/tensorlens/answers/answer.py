@@ -19,11 +19,12 @@ from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_me
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.plain import plain_logits
 from tensorlens.recommendations import recommended
+from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import after, why_headline
 from tensorlens.views.printing import text_as_html
@@ -43,7 +44,7 @@ class Answer(Tabular):
         offsets: Where each token is in the text; None for a token that is not part of it.
         prompt: What was asked.
         tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
-        lens: Where it came from.
+        specimen: The model it came from, with its processor and rules.
         agreement: How well a server's log-probabilities agree with the model's, if given.
     """
 
@@ -52,7 +53,7 @@ class Answer(Tabular):
     offsets: tuple[tuple[int, int] | None, ...] = field(repr=False)
     prompt: Prompt = field(repr=False)
     tensor: AttentionTensor = field(repr=False)
-    lens: Any = field(repr=False)
+    specimen: Specimen = field(repr=False)
     agreement: Agreement | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
@@ -214,7 +215,7 @@ class Answer(Tabular):
         return _made(scores, nowhere, parts, asked.prompt, meta)
 
     def _against(self, other: str | Sequence[int], asked: _Asked) -> TokenMap:
-        twin = answer_of(self.lens, self.prompt, given(self.lens, self.prompt, other))
+        twin = answer_of(self.specimen, self.prompt, given(self.specimen, self.prompt, other))
         if twin.ids == self.ids:
             raise InputError(f"`against` must be a different answer; both are {self.text!r:.60}.")
         whole = [one._parts(ANSWER) for one in (self, twin)]
@@ -267,7 +268,7 @@ _TITLES: dict[TargetKind, str] = {
 
 
 def make_answer(
-    lens: Any,
+    specimen: Specimen,
     prompt: Any,
     answer: Any,
     *,
@@ -279,22 +280,22 @@ def make_answer(
     """See `Lens.answer`."""
     if answer is None and logprobs is not None:
         raise InputError("`logprobs` need a given answer. Pass it as `answer`.")
-    read = read_pictured(lens, prompt) or read_prompt(lens, prompt)
+    read = read_pictured(specimen, prompt) or read_prompt(specimen, prompt)
     if answer is None:
-        found = generated(lens, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
-        return answer_of(lens, read, found)
+        found = generated(specimen, read, max_new_tokens=max_new_tokens, seed=seed, options=options)
+        return answer_of(specimen, read, found)
     if options or seed is not None:
         names = ", ".join([*options, *(["seed"] if seed is not None else [])])
         raise InputError(f"A given answer is not generated; leave {names} out.")
-    found = given(lens, read, answer)
+    found = given(specimen, read, answer)
     served = None if logprobs is None else check_served(logprobs, len(found.ids))
-    made = answer_of(lens, read, found)
+    made = answer_of(specimen, read, found)
     return made if served is None else replace(made, agreement=agreement(served, made.log_probabilities))
 
 
-def answer_of(lens: Any, prompt: Prompt, found: Continuation) -> Answer:
+def answer_of(specimen: Specimen, prompt: Prompt, found: Continuation) -> Answer:
     """The answer that continues a prompt with some tokens, recorded."""
-    tensor: AttentionTensor = lens(_together(lens, prompt, found))
+    tensor = specimen.look(_together(specimen, prompt, found))
     recording = tensor.operator.recording
     if recording.readout is None:
         raise no_head(recording.name)
@@ -303,18 +304,20 @@ def answer_of(lens: Any, prompt: Prompt, found: Continuation) -> Answer:
             f"`{recording.name}` gives one set of logits for the whole input; an answer needs logits for each "
             f"token. Use `tensor.in_class`."
         )
-    return Answer(text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, lens=lens)
+    return Answer(
+        text=found.text, ids=found.ids, offsets=found.offsets, prompt=prompt, tensor=tensor, specimen=specimen
+    )
 
 
-def _together(lens: Any, prompt: Prompt, found: Continuation) -> ModelInput:
+def _together(specimen: Specimen, prompt: Prompt, found: Continuation) -> ModelInput:
     """Prompt and answer as one input; with an encoder, the answer goes into the decoder."""
     n, kind = prompt.n_encoder, "processed" if prompt.arguments else "text"
     if prompt.arguments:
-        made = lens.prepare({"input_ids": [[*prompt.ids, *found.ids]], **beside(prompt, len(found.ids))})
+        made = specimen.prepare({"input_ids": [[*prompt.ids, *found.ids]], **beside(prompt, len(found.ids))})
     else:
-        made = make_input(list(prompt.ids[:n] or (*prompt.ids, *found.ids)), lens.model, lens.processor)
+        made = specimen.prepare(list(prompt.ids[:n] or (*prompt.ids, *found.ids)))
     if n:
-        into = make_input((*prompt.decoder_ids, *found.ids), lens.model, lens.processor)  # within its vocabulary
+        into = specimen.prepare((*prompt.decoder_ids, *found.ids))  # within its vocabulary
         ids = token_ids(into.arguments)
         made = replace(made, arguments=made.arguments | {"decoder_input_ids": ids})
     if prompt.text is None:

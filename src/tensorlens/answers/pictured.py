@@ -19,35 +19,36 @@ from tensorlens.maps.groups import Group, find_regions
 from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.inputs import ModelInput, tokenizer_of
 from tensorlens.models.pictures import Looking, find_pictures, is_picture, open_picture
+from tensorlens.specimen import Specimen
 
 
-def read_pictured(lens: Any, prompt: Any) -> Prompt | None:
+def read_pictured(specimen: Specimen, prompt: Any) -> Prompt | None:
     """A prompt for a model that reads pictures, or messages in parts; None for any other."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
-        return _processed_prompt(lens, prompt)
+        return _processed_prompt(specimen, prompt)
     if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Mapping):
         return None
     in_parts = any(isinstance(one, Mapping) and isinstance(one.get("content"), list) for one in prompt)
-    return _messages(lens, prompt) if in_parts or _reads_pictures(lens) else None
+    return _messages(specimen, prompt) if in_parts or _reads_pictures(specimen) else None
 
 
-def _messages(lens: Any, messages: Sequence[Any]) -> Prompt:
+def _messages(specimen: Specimen, messages: Sequence[Any]) -> Prompt:
     """Chat messages with pictures, rendered by the processor's own template.
 
     Raises:
         InputError: A message or a picture cannot be read, or the processor or the model does not take pictures.
     """
-    processor = lens.processor
+    processor = specimen.processor
     parts = [list(_parts(one)) for one in messages]
     pictures = [_opened(part) for some in parts for part in some if part["type"] == "image"]
-    if not _reads_pictures(lens):
+    if not _reads_pictures(specimen):
         if pictures:
-            raise InputError(f"Got an image, but `{type(lens.model).__name__}` and its processor take text only.")
+            raise InputError(f"Got an image, but `{type(specimen.model).__name__}` and its processor take text only.")
         said = [
             {**one, "content": "".join(part["text"] for part in some)}
             for one, some in zip(messages, parts, strict=True)
         ]
-        return read_prompt(lens, said)
+        return read_prompt(specimen, said)
     template = getattr(processor, "chat_template", None) or getattr(tokenizer_of(processor), "chat_template", None)
     if not template:
         raise InputError(
@@ -66,10 +67,10 @@ def _messages(lens: Any, messages: Sequence[Any]) -> Prompt:
         raise InputError(f"The processor could not render the messages: {' '.join(str(error).split())}") from error
     texts = [[str(part["text"]) for part in some if part["type"] == "text"] for some in parts]
     roles = [str(one["role"]) for one in messages]
-    return _prompt(lens, made, pictures, list(zip(roles, texts, strict=True)))
+    return _prompt(specimen, made, pictures, list(zip(roles, texts, strict=True)))
 
 
-def _processed_prompt(lens: Any, made: Mapping[str, Any]) -> Prompt:
+def _processed_prompt(specimen: Specimen, made: Mapping[str, Any]) -> Prompt:
     """What a processor made of text and pictures.
 
     Raises:
@@ -78,11 +79,11 @@ def _processed_prompt(lens: Any, made: Mapping[str, Any]) -> Prompt:
     ids = torch.as_tensor(made["input_ids"])
     if ids.dim() > 1 and len(ids) != 1:
         raise InputError(f"One answer is explained at a time; got a batch of {len(ids)} prompts.")
-    return _prompt(lens, made, (), ())
+    return _prompt(specimen, made, (), ())
 
 
-def _reads_pictures(lens: Any) -> bool:
-    return "pixel_values" in forward_parameters(lens.model) and hasattr(lens.processor, "tokenizer")
+def _reads_pictures(specimen: Specimen) -> bool:
+    return "pixel_values" in forward_parameters(specimen.model) and hasattr(specimen.processor, "tokenizer")
 
 
 def _parts(message: Any) -> Iterator[Mapping[str, Any]]:
@@ -121,29 +122,30 @@ def _processed(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[st
 
 
 def _prompt(
-    lens: Any, made: Mapping[str, Any], pictures: Sequence[Any], said: Sequence[tuple[str, Sequence[str]]]
+    specimen: Specimen, made: Mapping[str, Any], pictures: Sequence[Any], said: Sequence[tuple[str, Sequence[str]]]
 ) -> Prompt:
     """A prompt of what a processor made, with its pictures and the texts of each turn."""
-    if getattr(getattr(lens.model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(specimen.model, "config", None), "is_encoder_decoder", False):
         raise InputError(
-            f"`{type(lens.model).__name__}` has an encoder; prompts with images need a decoder-only model."
+            f"`{type(specimen.model).__name__}` has an encoder; prompts with images need a decoder-only model."
         )
-    prepared = lens.prepare(dict(made))
+    prepared = specimen.prepare(dict(made))
     arguments = dict(prepared.arguments)
     ids = tuple(arguments.pop("input_ids")[0].tolist())
-    positions = ModelInput(arguments={"input_ids": torch.tensor([ids])}, kind="processed").image_positions(lens.model)
+    of_ids = ModelInput(arguments={"input_ids": torch.tensor([ids])}, kind="processed")
+    positions = of_ids.image_positions(specimen.model)
     if pictures and not positions:
-        raise InputError(f"`{type(lens.model).__name__}` reads images beside its tokens, which is not supported.")
-    tokenizer = tokenizer_of(lens.processor)
+        raise InputError(f"`{type(specimen.model).__name__}` reads images beside its tokens, which is not supported.")
+    tokenizer = tokenizer_of(specimen.processor)
     looking = Looking(
         pictures=pictures,
         positions=positions,
         between=lambda start, stop: tokenizer.decode(list(ids[start:stop])) if tokenizer else "",
         arguments=arguments,
-        config=getattr(lens.model, "config", None),
-        image_processor=getattr(lens.processor, "image_processor", None),
+        config=getattr(specimen.model, "config", None),
+        image_processor=getattr(specimen.processor, "image_processor", None),
     )
-    text, offsets = _text_beside(lens, ids, set(positions))
+    text, offsets = _text_beside(specimen, ids, set(positions))
     return Prompt(
         ids=ids,
         text=text,
@@ -155,7 +157,7 @@ def _prompt(
     )
 
 
-def _text_beside(lens: Any, ids: Sequence[int], seen: set[int]) -> tuple[str, Offsets]:
+def _text_beside(specimen: Specimen, ids: Sequence[int], seen: set[int]) -> tuple[str, Offsets]:
     """The text of all tokens that do not stand for pictures, and where each stands in it."""
     text, offsets, some = "", list[tuple[int, int] | None](), list[int]()
     for k, token in enumerate((*ids, None)):
@@ -163,7 +165,7 @@ def _text_beside(lens: Any, ids: Sequence[int], seen: set[int]) -> tuple[str, Of
             some.append(token)
             continue
         if some:
-            piece, places = decoded(lens, some)
+            piece, places = decoded(specimen, some)
             offsets += [pair and (pair[0] + len(text), pair[1] + len(text)) for pair in places]
             text, some = text + piece, []
         if token is not None:

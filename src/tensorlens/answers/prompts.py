@@ -23,6 +23,7 @@ from tensorlens.models.inputs import Offsets, max_tokens, tokenised, tokenizer_o
 from tensorlens.models.pictures import Picture
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
+from tensorlens.specimen import Specimen
 
 INCOMPLETE = "\ufffd"
 """The replacement for a character with missing bytes."""
@@ -61,64 +62,66 @@ class Prompt:
         return self.ids[self.n_encoder :]
 
 
-def read_prompt(lens: Any, prompt: Any) -> Prompt:
+def read_prompt(specimen: Specimen, prompt: Any) -> Prompt:
     """A prompt in any form that `Lens.answer` takes.
 
     Raises:
         InputError: It is none, or longer than the model takes.
     """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-        return _with_start(lens, _chat(lens, prompt))
+        return _with_start(specimen, _chat(specimen, prompt))
     if isinstance(prompt, str):  # always a text, also one that ends like the name of a picture
-        return _with_start(lens, _text(lens, prompt))
+        return _with_start(specimen, _text(specimen, prompt))
     if isinstance(prompt, (list, tuple)) and any(isinstance(one, str) for one in prompt):
         raise InputError(
             f"Expected one prompt; got a {type(prompt).__name__} with texts. Ask for one answer at a time."
         )
-    made = lens.prepare(prompt)
+    made = specimen.prepare(prompt)
     ids = token_ids(made.arguments)
     if made.kind != "ids" or ids is None:
         raise InputError(
             f"An answer needs a text, chat messages, token ids or a processor's output as its prompt; got "
             f"{type(prompt).__name__}."
         )
-    return _with_start(lens, Prompt(ids=tuple(ids[0].tolist())))
+    return _with_start(specimen, Prompt(ids=tuple(ids[0].tolist())))
 
 
-def _text(lens: Any, text: str) -> Prompt:
-    ids, offsets = ids_of(lens, text, special=True)
+def _text(specimen: Specimen, text: str) -> Prompt:
+    ids, offsets = ids_of(specimen, text, special=True)
     if not text.strip() or not ids:
         raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
-    lens.prepare(list(ids))  # refuses what is too long
+    specimen.prepare(list(ids))  # refuses what is too long
     return Prompt(ids=ids, text=text, offsets=offsets)
 
 
-def _with_start(lens: Any, prompt: Prompt) -> Prompt:
+def _with_start(specimen: Specimen, prompt: Prompt) -> Prompt:
     """For a model with an encoder, the tokens that its decoder begins with: they are not chosen by the model."""
-    config = getattr(lens.model, "config", None)
+    config = getattr(specimen.model, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
         return prompt
-    made = lens.prepare(list(prompt.ids)).arguments.get("decoder_input_ids")
+    made = specimen.prepare(list(prompt.ids)).arguments.get("decoder_input_ids")
     if made is None:
         raise InputError(
-            f"`{type(lens.model).__name__}` has a decoder that takes no tokens, so it cannot give an answer."
+            f"`{type(specimen.model).__name__}` has a decoder that takes no tokens, so it cannot give an answer."
         )
-    forced = getattr(getattr(lens.model, "generation_config", None), "forced_bos_token_id", None)
+    forced = getattr(getattr(specimen.model, "generation_config", None), "forced_bos_token_id", None)
     start = (*made[0].tolist(), *(() if forced is None else (forced,)))
     offsets = None if prompt.offsets is None else (*prompt.offsets, *(None for _ in start))
     return replace(prompt, ids=(*prompt.ids, *start), offsets=offsets, n_encoder=len(prompt.ids))
 
 
-def ids_of(lens: Any, text: str, *, special: bool, as_target: bool = False) -> tuple[tuple[int, ...], Offsets | None]:
+def ids_of(
+    specimen: Specimen, text: str, *, special: bool, as_target: bool = False
+) -> tuple[tuple[int, ...], Offsets | None]:
     """The ids of a text, and where each is in it if the tokenizer reports it.
 
     Args:
-        lens: With the tokenizer.
+        specimen: With the tokenizer.
         text: The text.
         special: Whether the tokenizer adds its own special tokens.
         as_target: Whether it is what the model says, which some tokenizers cut differently from what it reads.
     """
-    tokenizer = tokenizer_of(lens.processor)
+    tokenizer = tokenizer_of(specimen.processor)
     if tokenizer is None:
         raise InputError("Got a text, but this lens has no tokenizer. Pass one, or pass token ids.")
     check_unicode(text)
@@ -126,16 +129,16 @@ def ids_of(lens: Any, text: str, *, special: bool, as_target: bool = False) -> t
     return tuple(ids), offsets
 
 
-def _chat(lens: Any, messages: Sequence[Any]) -> Prompt:
-    tokenizer = tokenizer_of(lens.processor)
+def _chat(specimen: Specimen, messages: Sequence[Any]) -> Prompt:
+    tokenizer = tokenizer_of(specimen.processor)
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InputError("Got chat messages, but this lens has no tokenizer with a chat template. Pass a text instead.")
     for one in messages:
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise InputError(f'A chat message is {{"role": "user", "content": "…"}}; got {one!r:.80}.')
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    ids, offsets = ids_of(lens, text, special=False)
-    lens.prepare(list(ids))  # refuses what is too long
+    ids, offsets = ids_of(specimen, text, special=False)
+    specimen.prepare(list(ids))  # refuses what is too long
     said = [(one["role"], [one["content"]]) for one in messages]
     found = turns(text, said, lambda k: _rendered(tokenizer, messages[: k + 1], text))
     return Prompt(ids=ids, text=text, offsets=offsets, turns=found, has_special_tokens=False)
@@ -189,7 +192,7 @@ class Continuation(NamedTuple):
     offsets: Offsets
 
 
-def given(lens: Any, prompt: Prompt, answer: Any) -> Continuation:
+def given(specimen: Specimen, prompt: Prompt, answer: Any) -> Continuation:
     """An answer of the user's, as text or ids.
 
     Raises:
@@ -197,13 +200,13 @@ def given(lens: Any, prompt: Prompt, answer: Any) -> Continuation:
     """
     if not isinstance(answer, str):
         ids = _given_ids(answer)
-        return Continuation(ids, *decoded(lens, ids))
+        return Continuation(ids, *decoded(specimen, ids))
     if not answer.strip():
         raise InputError(f"`answer` must be a text or token ids, and not empty; got {answer!r}.")
     if prompt.text is None or prompt.n_encoder or prompt.arguments:
-        ids, offsets = ids_of(lens, answer, special=False, as_target=prompt.n_encoder > 0)
-        return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(lens, ids))
-    ids, offsets = ids_of(lens, prompt.text + answer, special=prompt.has_special_tokens)
+        ids, offsets = ids_of(specimen, answer, special=False, as_target=prompt.n_encoder > 0)
+        return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(specimen, ids))
+    ids, offsets = ids_of(specimen, prompt.text + answer, special=prompt.has_special_tokens)
     n = len(prompt.ids)
     if ids[:n] != prompt.ids or len(ids) == n:
         raise InputError(
@@ -212,7 +215,7 @@ def given(lens: Any, prompt: Prompt, answer: Any) -> Continuation:
             "words begin with a space: let the answer begin with it and the prompt end without one, or pass ids."
         )
     if offsets is None:
-        return Continuation(ids[n:], *decoded(lens, ids[n:]))
+        return Continuation(ids[n:], *decoded(specimen, ids[n:]))
     shift = len(prompt.text)
     places = tuple([(max(0, pair[0] - shift), pair[1] - shift) if pair else None for pair in offsets[n:]])
     return Continuation(ids[n:], answer, places)
@@ -228,14 +231,14 @@ def _given_ids(answer: Any) -> tuple[int, ...]:
 
 
 def generated(
-    lens: Any, prompt: Prompt, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
+    specimen: Specimen, prompt: Prompt, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
 ) -> Continuation:
     """What the model itself says, greedily unless the options say otherwise; the token that ends it is left out.
 
     Raises:
         InputError: The model does not generate, options do not fit, or nothing came.
     """
-    model = lens.model
+    model = specimen.model
     if not callable(getattr(model, "generate", None)):
         raise InputError(f"`{type(model).__name__}` does not generate. Pass the answer: lens.answer(prompt, answer=…).")
     if options.get("do_sample") and seed is None:
@@ -248,13 +251,14 @@ def generated(
         if seed is not None:
             torch.manual_seed(seed)
         start = {"decoder_input_ids": torch.tensor([prompt.decoder_ids], device=device)} if prompt.n_encoder else {}
-        settings = {"do_sample": False, "pad_token_id": lens.pad_id} | start | options
-        made = _generate(model, ids, prompt.arguments, max_new_tokens=_room(lens, prompt, max_new_tokens), **settings)
+        settings = {"do_sample": False, "pad_token_id": specimen.pad_id} | start | options
+        longest = _room(specimen, prompt, max_new_tokens)
+        made = _generate(model, ids, prompt.arguments, max_new_tokens=longest, **settings)
     new = getattr(made, "sequences", made)[0, len(prompt.decoder_ids) :].tolist()
-    found = tuple(_without_end(lens, new))
+    found = tuple(_without_end(specimen, new))
     if not found:
         raise InputError("The model ended its answer before the first token. Pass an answer, or rephrase the prompt.")
-    return Continuation(found, *decoded(lens, found))
+    return Continuation(found, *decoded(specimen, found))
 
 
 def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: Any) -> Any:
@@ -264,27 +268,27 @@ def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: A
         raise InputError(f"The model's `generate` refused what it was asked for: {error}") from error
 
 
-def _room(lens: Any, prompt: Prompt, max_new_tokens: int) -> int:
+def _room(specimen: Specimen, prompt: Prompt, max_new_tokens: int) -> int:
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise InputError(f"`max_new_tokens` must be a whole number of at least 1; got {max_new_tokens!r}.")
-    limit = max_tokens(lens.model)
+    limit = max_tokens(specimen.model)
     before = len(prompt.decoder_ids)
     if limit is not None and before >= limit:
         raise InputError(f"The model takes at most {limit} tokens; the prompt alone has {before}. Shorten it.")
     return max_new_tokens if limit is None else min(max_new_tokens, limit - before)
 
 
-def _without_end(lens: Any, ids: list[int]) -> list[int]:
-    config: Any = getattr(lens.model, "generation_config", None) or getattr(lens.model, "config", None)
+def _without_end(specimen: Specimen, ids: list[int]) -> list[int]:
+    config: Any = getattr(specimen.model, "generation_config", None) or getattr(specimen.model, "config", None)
     ends = getattr(config, "eos_token_id", None)
     ends = {*ends} if isinstance(ends, (list, tuple)) else {ends}
-    ends.add(getattr(tokenizer_of(lens.processor), "eos_token_id", None))
+    ends.add(getattr(tokenizer_of(specimen.processor), "eos_token_id", None))
     return ids[: next((k for k, i in enumerate(ids) if i in ends), len(ids))]
 
 
-def decoded(lens: Any, ids: Sequence[int]) -> tuple[str, Offsets]:
+def decoded(specimen: Specimen, ids: Sequence[int]) -> tuple[str, Offsets]:
     """The text of some ids, and where each token is in it; pieces of one character share a place."""
-    tokenizer = tokenizer_of(lens.processor)
+    tokenizer = tokenizer_of(specimen.processor)
     if tokenizer is None:
         words = [f"{i} " for i in ids]
         stops = list(accumulate(map(len, words)))

@@ -238,7 +238,7 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], Any]:
     """The text as tokens, and where each stands in it."""
     if tokenizer_of(lens.processor) is None:
         raise InputError(f"`{lens.name}` does not take text. Drop a picture instead, or choose another model.")
-    ids, offsets = ids_of(lens, text, special=True)
+    ids, offsets = ids_of(lens.specimen, text, special=True)
     if len(ids) > limits.tokens:
         raise InputError(f"Expected at most {limits.tokens} tokens, got {len(ids)}. Shorten the text.")
     return list(ids), offsets
