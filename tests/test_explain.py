@@ -9,6 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from explorer_samples import load
+from PIL import Image
 from rich.console import Console
 from tiny_language import tiny_lens
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app import cli, explain_command, printing
+from tensorlens.maps.defaults import MapQuestion
 from tensorlens.recommendations import QUESTIONS
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.views.captions import after, badge, sum_lines, why_headline
@@ -149,12 +152,22 @@ def test_the_certificate_comes_when_it_is_asked_for_and_stays_with_the_map(lens,
 def test_models_without_a_next_token():
     e = tl.Lens(build("bert"))
     e = e.explain([5, 7, 9])
-    assert e.prediction is None and e.headline.startswith("Why these outputs in “")
+    assert e.prediction is None and e.headline.startswith("Why these outputs in “") and e.because == ""
+    assert e.map.headline == e.headline
     assert e.map.method == "tensor.in_out" and e.map.shape[0] == 3
     with pytest.raises(tl.MethodError, match="no head"):
         tl.Lens(build("bert")).explain([5, 7, 9], target=3)
     with pytest.raises(tl.MethodError, match="no head"):
         tl.Lens(build("bert")).explain([5, 7, 9], "component")
+
+
+def test_a_picture_without_a_head_is_asked_about_the_state_that_stands_for_it(tmp_path):
+    lens = load("dinov2")
+    e = lens.explain(Image.new("RGB", (40, 30), (200, 90, 40)))
+    assert e.headline == e.map.headline == "Why the output “[CLS]” for this picture?" and "Because" not in printed(e)
+    T = lens(Image.new("RGB", (40, 30), (200, 90, 40)))
+    asked = MapQuestion.complete(T, None, None, is_one=True)
+    assert asked.answered(T, asked.headlined(T), T.map).headline == e.headline
 
 
 # The sink -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
 from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions
-from tensorlens.maps.headlines import headlined, place_of
+from tensorlens.maps.headlines import headline_of_states, headlined
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
@@ -96,8 +96,8 @@ class Explanation(Tabular):
 
     @property
     def because(self) -> str:
-        """Why these rules, in one sentence with its number."""
-        return self.recommendation.because
+        """Why these rules, in one sentence with its number; empty without a head, on which nothing was measured."""
+        return "" if self._asked is None else self.recommendation.because
 
     @property
     def note(self) -> str:
@@ -112,8 +112,7 @@ class Explanation(Tabular):
         """The question in one sentence: Why “ Paris” (70 %) rather than “ London” after “… in the city of”?"""
         if self._asked is not None:
             return self._asked.headline
-        T = self.tensor
-        return f"Why these outputs {place_of(T.context.meta, T.tokens, self.out_token, T.shape[0])}?"
+        return headline_of_states(self.tensor.context, self.tensor.out_tokens, self.out_token)
 
     @cached_property
     def map(self) -> TokenMap | ComponentMap:
@@ -122,7 +121,7 @@ class Explanation(Tabular):
             found = self.tensor.components(self.out_token, self._asked.asked.weights)
         else:
             found = self._token_map()
-        said = {"because": self.because} | ({} if self._asked is None else self._asked.meta)
+        said = {"headline": self.headline} if self._asked is None else {"because": self.because} | self._asked.meta
         return replace(found, meta=found.meta | said | {"certificate": self.tensor.meta()["certificate"]})
 
     def _token_map(self) -> TokenMap:
@@ -170,7 +169,7 @@ class Explanation(Tabular):
             show_body(self.map.view(), console)
         else:
             self.map.show(console)
-        print_parts([Text(f"Rules {self.rules.name}: {self.because}", style="dim")], console)
+        print_parts([Text(f"Rules {self.rules.name}" + (self.because and f": {self.because}"), style="dim")], console)
 
     def _repr_html_(self) -> str:
         if isinstance(self.map, TokenMap):

@@ -58,7 +58,7 @@ def test_click_on_a_token_colours_its_row_over_the_text(open_map):
     tokens.nth(1).click()
     expect(tokens.nth(1)).to_have_css("background-color", css(red))
     expect(tokens.nth(2)).to_have_css("background-color", css(blue))
-    expect(tab.locator(".reading")).to_have_text("What makes output “ b” (1)")
+    expect(tab.locator(".reading")).to_have_text("What makes the output “ b” (1)")
     expect(tab.locator(".caption")).to_contain_text("15.0 % of this output")
     expect(tab.locator(".tooltip")).to_be_hidden()
     tokens.nth(2).click()
@@ -114,7 +114,7 @@ def test_keys_in_the_text_move_the_output(open_map):
     tab.locator(".text").focus()
     tab.keyboard.press("Home")
     tab.keyboard.press("ArrowRight")
-    expect(tab.locator(".reading")).to_have_text("What makes output “ E” (1)")
+    expect(tab.locator(".reading")).to_have_text("What makes the output “ E” (1)")
     chosen = tab.locator(".token").nth(1).get_attribute("id")
     expect(tab.locator(".text")).to_have_attribute("aria-activedescendant", chosen)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from torch import Tensor
 
-from tensorlens.maps.headlines import Headlined, headlined
+from tensorlens.maps.headlines import Headlined, headline_of_states, headlined
 from tensorlens.operators.operator import check_token
 from tensorlens.recording.recording import Recording
 
@@ -149,7 +149,11 @@ class MapQuestion:
         """The map, with its headline if it is about one output; `compute` takes method, output and target."""
         if told is None:
             pair = self.target if self.against is None else (self.target, self.against)
-            return compute(self.method, self.out_token, pair)
+            found = compute(self.method, self.out_token, pair)
+            if self.method != METHOD_OF_PICTURES or T.context.meta.get("grid") is None or not self._is_one(T):
+                return found
+            headline = headline_of_states(T.context, T.out_tokens, self.place(T))
+            return replace(found, meta=found.meta | {"headline": headline})
         found = compute(self.method, self.out_token, told.asked.weights)
         return replace(found, meta=found.meta | told.meta) if self._is_one(T) else found
 

@@ -73,6 +73,13 @@ def headlined(
     )
 
 
+def headline_of_states(context: Context, out_tokens: Sequence[str], out_token: int) -> str:
+    """The question without a head: about the state that stands for a picture, or about all of a text's."""
+    is_one = context.meta.get("grid") is not None
+    what = f"the output “{out_tokens[out_token]}”" if is_one else "these outputs"
+    return f"Why {what} {place_of(context.meta, context.tokens, out_token, len(out_tokens))}?"
+
+
 def place_of(meta: Mapping[str, Any], tokens: Sequence[str], out_token: int, n_out: int) -> str:
     """Where an output stands: after which words, or in which text or picture."""
     if meta.get("grid") is not None:

@@ -14,7 +14,7 @@ FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions
 
 NOT_SAID = frozenset(
     ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts")
-    + ("set_aside", "sink", "sink_gives", "sums_to", "why")
+    + ("set_aside", "sink", "sink_gives", "sums_to", "why", "headline")
 )
 """Keys of `meta` that are drawn, and not said."""
 
@@ -51,6 +51,8 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
         answer, text = str(meta.get("answer", "")), str(meta.get("text", ""))
         where = after(text.removesuffix(answer)) if text.removesuffix(answer).strip() else ""
         return why_headline(answer.strip(), None, None if against is None else str(against).strip(), where)
+    if isinstance(meta.get("headline"), str):
+        return meta["headline"]
     target = meta.get("target")
     has_target = isinstance(meta.get("why"), Mapping) or n_out == 1 and isinstance(target, str)
     return headline_of(meta, str(target)) if has_target else method

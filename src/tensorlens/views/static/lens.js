@@ -236,7 +236,7 @@ class MapLens {
   // What the colours mean below a question; otherwise which output they are about.
   readingOf(i) {
     if (this.isQuestion && this.nOut === 1) return [this.isSigned ? "Red speaks for it, blue against it" : "The darker, the more it contributes"];
-    return ["What makes output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`];
+    return ["What makes the output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`];
   }
 
   mark(isMoved = false) {
