@@ -19,8 +19,9 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens import surface
-from tensorlens.app import cli, map_command, options, printing, similar_command
+from tensorlens.app import cli, options, printing, similar_command
 from tensorlens.app.method_names import METHOD_NAMES
+from tensorlens.maps.defaults import MapQuestion
 from tensorlens.maps.targets import Classes, read_target
 from tensorlens.models import loading
 from tensorlens.pairs import pooling
@@ -210,7 +211,7 @@ def test_the_sum_is_said_once(decoder, tmp_path):
 
 def test_what_is_asked_without_a_method():
     with_head, without = tiny_lens()("Red and"), tl.Lens(build("bert"))([5, 7, 9])
-    ask = map_command.MapQuestion.complete
+    ask = MapQuestion.complete
     question = ask(with_head, None, None, None)
     assert (question.method, question.out_token) == ("tensor.in_class", with_head.shape[0] - 1)
     assert ask(with_head, None, 2, None).out_token == 2
@@ -222,7 +223,7 @@ def test_what_is_asked_without_a_method():
 
 def test_a_masked_token_is_what_a_masked_model_is_asked_about():
     T = tl.Lens(build("bert-mlm"), tokenizer(wrapped=True))("the cat [MASK] on a mat")
-    assert map_command.MapQuestion.complete(T, None, None, None).out_token == 3
+    assert MapQuestion.complete(T, None, None, None).out_token == 3
 
 
 # Checked before paid --------------------------------------------------------------------------------------------------
