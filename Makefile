@@ -24,9 +24,9 @@ HOSTS := captum inseq transformer_lens nnsight sentence_transformers views
 PACKAGES_captum := captum
 PACKAGES_inseq := inseq captum
 PACKAGES_transformer_lens := transformer-lens
-PACKAGES_nnsight := nnsight
+PACKAGES_nnsight := nnsight accelerate
 PACKAGES_sentence_transformers := sentence-transformers
-PACKAGES_views := ipython importlib-metadata boto3 requests sentencepiece
+PACKAGES_views := ipython importlib-metadata requests sentencepiece
 BARE_views := circuitsvis lazy-importer bertviz
 
 .DEFAULT_GOAL := help
