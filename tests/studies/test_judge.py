@@ -153,3 +153,13 @@ def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
         with pytest.raises((InputError, MethodError), match=message):
             judged(tmp_path, **changes)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("field", ["judge", "scores", "truth"])
+@pytest.mark.parametrize("value", [None, "x", [], 3])
+def test_samples_with_wrong_values_are_answered_in_a_sentence(tmp_path, field, value):
+    run = judged(tmp_path).folder
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    (run / "samples.jsonl").write_text("".join(json.dumps(line | {field: value}) + "\n" for line in lines))
+    with pytest.raises(InputError, match="samples of a judge study"):
+        judged(tmp_path)

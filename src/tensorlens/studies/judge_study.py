@@ -439,7 +439,7 @@ def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dic
 
 def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> dict[str, Any]:
     measured = [record for record in records if "left_out" not in record]
-    methods = list(dict.fromkeys(name for record in measured for name in record["scores"]))
+    methods = list(dict.fromkeys(name for record in measured for name, _ in record["scores"].items()))
     sets = list(dict.fromkeys(record["set"] for record in records))
     missing: dict[str, Counter[str]] = {}
     for record in measured:
