@@ -168,6 +168,13 @@ def test_a_release_has_one_placeholder_and_a_list_that_says_where():
     assert f"## [{__version__}]" in changes
 
 
+def test_a_report_can_name_its_versions():
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text("utf-8")
+    (code,) = re.findall(r'python -c \\"(.+?)\\"', template)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert __version__ in said and "torch" in said
+
+
 def test_every_extra_that_an_error_names_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     source = "".join(path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py"))
