@@ -95,41 +95,69 @@ def test_tiles_with_a_token_at_the_end_of_each_row() -> None:
         assert picture.boxes[-2] == pytest.approx((1 - 1 / kept.shape[2], 1 - 1 / kept.shape[1], 1, 1))
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_a_box_is_where_the_pixels_of_its_token_are(name: str) -> None:
+    """In a vision tower whose attention writes nothing, a change in the middle of a box changes that token most."""
+    lens = lens_of(name)
+    for path, module in lens.model.named_modules():
+        if ("vision" in path or "visual" in path) and path.endswith(("self_attn.out_proj", "attn.proj")):
+            module.weight.data.zero_()
+            module.bias.data.zero_()
+    picture = PICTURE.resize((300, 200))
+
+    def seen(image: Any) -> tuple[Any, torch.Tensor]:
+        answer = lens.answer(ask(image), ids("red"))
+        (found,) = answer.prompt.pictures
+        return found.boxes, answer.tensor.input[list(found.tokens)]
+
+    boxes, plain = seen(picture)
+    sizes = [round(box[2] - box[0], 6) for box in boxes]
+    for k in range(0, len(boxes), 3):
+        left, top, right, bottom = boxes[k]
+        middle = [300 * (2 * left + right) / 3, 200 * (2 * top + bottom) / 3]
+        end = [300 * (left + 2 * right) / 3, 200 * (top + 2 * bottom) / 3]
+        changed = picture.copy()
+        changed.paste((255, 0, 255), tuple(map(int, (*middle, *end))))
+        moved = (seen(changed)[1] - plain).norm(dim=1)
+        assert max((i for i, size in enumerate(sizes) if size == sizes[k]), key=lambda i: float(moved[i])) == k
+
+
 # One patch decides ---------------------------------------------------------------------------------------------------
 
 
-def test_the_patch_that_decides_is_found() -> None:
-    """A model set by hand: image features are the patches' mean colour, and attention copies what is red."""
-    lens = lens_of("llava")
+@pytest.mark.parametrize("name", TYPES)
+def test_the_patch_that_decides_is_found(name: str) -> None:
+    """A model set by hand: one patch alone has channel 0, and attention copies it into the logit of “red”."""
+    lens = lens_of(name)
     model: Any = lens.model
+    language = getattr(model.model, "language_model", None) or model.model.text_model
     with torch.no_grad():
-        for weight in model.model.language_model.parameters():
-            weight.zero_()
-        for name, weight in model.model.language_model.named_parameters():
-            if "norm" in name:
-                weight.fill_(1.0)
-        red = torch.zeros(16, dtype=torch.float64)
-        red[0] = 1.0
-        layer = model.model.language_model.layers[0].self_attn
+        for path, weight in language.named_parameters():
+            weight.fill_(float("norm" in path))
+        layer = language.layers[0].self_attn
         layer.v_proj.weight[0, 0] = 1.0  # channel 0 of what is seen …
         layer.o_proj.weight[1, 0] = 1.0  # … is written into channel 1
         model.lm_head.weight.zero_()
         model.lm_head.weight[ids("red")[0], 1] = 1.0
-    answer = lens.answer(ask(PICTURE), ids("red"))
-    tokens = answer.prompt.pictures[0].tokens
-    features = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    features[..., 0] = 0.0
-    features[0, 9, 0] = 5.0  # one patch has channel 0
-    handle = model.model.multi_modal_projector.register_forward_hook(lambda *_: features)
+    tokens = lens.answer(ask(PICTURE), ids("red")).prompt.pictures[0].tokens
+    decides = tokens[len(tokens) // 2]
+
+    def show(_: Any, args: Any, given: dict[str, Any]) -> Any:
+        embeds = given["inputs_embeds"].clone()
+        embeds[..., 0] = 0.0
+        embeds[0, decides, 0] = 5.0
+        return args, given | {"inputs_embeds": embeds}
+
+    handle = language.register_forward_pre_hook(show, with_kwargs=True)
     try:
-        answer = lens.answer(ask(PICTURE), ids("red"))
-        found = answer.map("tokens", target="logit")
+        found = lens.answer(ask(PICTURE), ids("red")).map("tokens", target="logit")
     finally:
         handle.remove()
-    seen = found.scores[0, list(tokens)]
-    others = found.scores[0].abs().sum() - seen[9].abs()
-    assert int(seen.abs().argmax()) == 9 and float(seen[9]) > 0.05 and float(others) < 1e-9
-    assert float(seen[9]) == pytest.approx(found.meta["logit"][0], rel=1e-6)
+    column = found.meta["pictures"][0]["places"][len(tokens) // 2][0]
+    scores = found.scores[0]
+    others = scores.abs().sum() - scores[column].abs()
+    assert int(scores.abs().argmax()) == column and float(scores[column]) > 0.05 and float(others) < 1e-9
+    assert float(scores[column]) == pytest.approx(found.meta["logit"][0], rel=1e-6)
 
 
 # Ways in -------------------------------------------------------------------------------------------------------------
