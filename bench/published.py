@@ -169,7 +169,10 @@ def draw() -> None:
             style = "--" if drawn is best else "-"
             axes.errorbar([MILLIONS[run.model] for run in runs], values, errors, label=label, marker="o", ls=style)
         axes.set(xscale="log", ylabel="reciprocal rank of the deciding word", xlim=(110, 1900))
-        axes.set_xticks([MILLIONS[run.model] for run in runs], [run.model.replace("-coder", "") for run in runs])
+        axes.set_xticks(
+            [MILLIONS[run.model] for run in runs],
+            ["\n".join(run.model.replace("-coder", "").rsplit("-", 1)) for run in runs],
+        )
         axes.minorticks_off()
         figure.legend(frameon=False, loc="outside right upper")
         figure.savefig(PICTURE, metadata={"Date": None})
