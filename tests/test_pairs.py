@@ -255,6 +255,15 @@ def test_passages_that_padding_changes_go_by_length() -> None:
         assert "by length" in one.meta["batches"]
 
 
+@pytest.mark.parametrize("query", [A, [3 + k % 50 for k in range(30)]], ids=["pushed", "pulled"])
+def test_a_long_input_is_taken_block_by_block(query: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    lens = tl.Lens(build("bert"))
+    kept = tl.similarity(lens, query, query)
+    monkeypatch.setattr("tensorlens.recording.block_calls.SHARE_OF_RECORDING", 0.0)
+    assert compared(lens, query, []).first.recording.is_streamed
+    assert (tl.similarity(lens, query, query).scores - kept.scores).abs().max() < 1e-12
+
+
 def test_a_recording_that_was_stopped_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(build("bert"))
     with monkeypatch.context() as broken:

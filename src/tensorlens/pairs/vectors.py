@@ -144,13 +144,10 @@ class Vectors:
 
     def _pushed(self) -> Tensor:
         """One push per group."""
-        linear = self.program.linear
 
         def push(some: Tensor) -> Tensor:
             alone = self.input * some[..., None].to(self.input)
-            if self.recording.is_streamed:
-                return self._pooled(torch.stack([states for (states,) in linear.run_each([(x,) for x in alone])]))
-            return self._pooled(of_each(lambda x: linear.run(x)[0], alone))
+            return self._pooled(self._several(self.program.linear.run_each, alone))
 
         return self._some_at_a_time(self.members, push)
 
@@ -170,13 +167,16 @@ class Vectors:
                 some = some.new_zeros(len(some), *self.states.shape).index_copy_(2, self.mask[0].nonzero()[:, 0], some)
             else:
                 some = some[:, :, 0]
-            if self.recording.is_streamed:
-                pulled = torch.stack([one for (one,) in self.program.pull_each([(one,) for one in some])])
-            else:
-                pulled = of_each(lambda one: self.program.pull(one)[0], some)
+            pulled = self._several(self.program.pull_each, some)
             return (pulled * self.input).sum(-1, dtype=_exact(pulled)).cpu().double()
 
         return self._some_at_a_time(u, pull)
+
+    def _several(self, each: Callable[[Any], list[tuple[Tensor, ...]]], items: Tensor) -> Tensor:
+        """Several states or cotangents through the program: block by block in a long input, otherwise together."""
+        if self.recording.is_streamed:
+            return torch.stack([found for (found,) in each([(item,) for item in items])])
+        return of_each(lambda item: each([(item,)])[0][0], items)
 
     def _some_at_a_time(self, items: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         device, n = self.input.device, len(self.batch)
