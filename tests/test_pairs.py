@@ -311,8 +311,9 @@ def test_towers_end_in_their_own_projection(first: str, second: str, modules: st
         )
     truth = float(torch.cosine_similarity(*vectors, dim=0))
     other = PICTURE if "image" in second else ids
-    found = tl.similarity(tl.Lens(models[0]), ids, other, other=tl.Lens(models[1]))
+    found = tl.similarity(tl.Lens(models[0]), ids, other, other=tl.Lens(models[1], rules="jacobian"))
     assert found.meta["pooling"] == modules
+    assert found.meta["other_rules"] == tl.Rules.jacobian().as_dict() != found.meta["rules"]
     if first == "siglip text":
         with pytest.raises(tl.InputError, match="no attention pooling after its blocks"):
             tl.similarity(tl.Lens(models[0]), ids, ids, pooling="attention")

@@ -182,10 +182,11 @@ class _Comparing(InBatches):
     def _meta(self, a: Vectors, b: Vectors, i: int) -> dict[str, Any]:
         first, second = a.batch.context(0).meta, b.batch.context(i).meta
         groups = self.groups if isinstance(self.groups, str) else "by the user"
+        other = {"other": second["model"], "other_rules": b.batch.recording.rules.as_dict()}
         pictures = {"a_pictures": a.pictures(0), "b_pictures": b.pictures(i)}
         return {
             "model": first["model"],
-            **({} if self.encoders[0] is self.encoders[1] else {"other": second["model"]}),
+            **({} if self.encoders[0] is self.encoders[1] else other),
             "pooling": " and ".join(dict.fromkeys([a.pooling.name, b.pooling.name])),
             "groups": "tokens" if self.groups is None else groups,
             "rules": a.batch.recording.rules.as_dict(),
