@@ -59,9 +59,9 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         measure: ``"cosine"`` with the norms held, or ``"dot"``.
         value: The similarity that the model gives, or the difference of two.
         n_against: How many of the columns are tokens of c; they stand before the bias.
-        meta: `model`, `pooling`, `groups`, `rules` (with `other` and `other_rules` for a second lens), the texts as `a`,
-            `b` and `against`, and where an input is a picture, it and its patches as `a_pictures`, `b_pictures` or
-            `against_pictures`.
+        meta: `model`, `pooling`, `groups`, `rules` (with `other` and `other_rules` for a second lens), the texts as
+            `a`, `b` and `against`, and where an input is a picture, it and its patches as `a_pictures`, `b_pictures`
+            or `against_pictures`.
     """
 
     scores: Tensor
