@@ -144,7 +144,7 @@ def passages(
     from bench.passages.scores import RULES, TARGETS
 
     chosen, asked = checked(judges, ("documents", "needles", "injections", "context"), "judges"), []
-    chosen_rules, chosen_targets = checked(members, RULES, "members"), checked(targets, TARGETS, "targets")
+    chosen_rules, chosen_targets = checked(members, RULES, "members"), checked(targets, list(TARGETS), "targets")
     lens = reading.lens(model)
     if "documents" in chosen:
         asked += made.documents(items)

@@ -180,7 +180,7 @@ def _row(
         "T": value,
         "compared with": other,
         "best control": control,
-        "difference [95 %]": ranged(*difference, "+.2g") if difference else "–",
+        "difference [95 %]": ranged(*difference, form="+.2g") if difference else "–",
         "holds": verdict,
         "command": f"`{COMMANDS[claim.kind]}`",
     }

@@ -86,7 +86,7 @@ def _use(run: Records, method: str) -> dict[str, str]:
         said = (
             "–"
             if rival is None
-            else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), '+.3f', best.n)}"
+            else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), form='+.3f', n=best.n)}"
         )
         cells[name] = said
     return cells
@@ -131,7 +131,7 @@ def circuits_compared() -> list[dict[str, str]]:
     drawn = []
     for way in sorted(cmd, key=lambda way: mean(cmd[way])):
         apart = [a - b for a, b in zip(cmd[way], cmd[ours], strict=True)]
-        less_ours = "–" if way == ours else ranged(mean(apart), *interval([apart]), "+.3f")
+        less_ours = "–" if way == ours else ranged(mean(apart), *interval([apart]), form="+.3f")
         drawn.append(
             {
                 "scored by": _way(way),

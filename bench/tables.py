@@ -13,7 +13,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def ranged(
-    mean: float | None, low: float | None = None, high: float | None = None, form: str = ".3f", n: int = FEW_UNITS
+    mean: float | None, low: float | None = None, high: float | None = None, *, form: str = ".3f", n: int = FEW_UNITS
 ) -> str:
     """A mean with its interval, from `n` items; a dash where there is none."""
     if mean is None:

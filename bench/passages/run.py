@@ -19,7 +19,7 @@ def run(
     out: Path,
     *,
     rules: Sequence[str] = RULES,
-    targets: Sequence[str] = TARGETS,
+    targets: Iterable[str] = TARGETS,
     seconds: float = 1e9,
     tell: Callable[[str], None] = print,
 ) -> int:

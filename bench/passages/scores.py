@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch import Tensor
 
 import tensorlens as tl
 from bench.passages.items import Item
-from tensorlens.answers.shares import make_targets, shares
+from tensorlens.answers.shares import TargetKind, make_targets, shares
 from tensorlens.maps.groups import Group, find_groups
 
 RULES = ("paper", "half_gate", "attn_lrp", "gim", "jacobian")
-TARGETS = ("centred", "raised", "runner_up")
+TARGETS: dict[str, TargetKind] = {"centred": "centred", "raised": "centred", "runner_up": "runner_up"}
+"""What is explained of each token of the answer; `raised` weights the tokens."""
 
 
 def scores_of(
-    lens: tl.Lens, item: Item, rules: Sequence[str] = RULES, targets: Sequence[str] = TARGETS
+    lens: tl.Lens, item: Item, rules: Sequence[str] = RULES, targets: Iterable[str] = TARGETS
 ) -> tuple[list[float], dict[str, list[float]]]:
     """What is right, and by method a score, for each passage or token."""
     found: dict[str, list[float]] = {}
@@ -50,8 +51,7 @@ def scores_of(
         taken = {j for one in units for j in one.tokens}
         groups = [*units, Group("rest", tuple(j for j in range(len(answer.tensor.tokens)) if j not in taken))]
         for target in targets:
-            kind = "centred" if target == "raised" else target
-            made = make_targets(recording, answer.ids, first, kind)
+            made = make_targets(recording, answer.ids, first, TARGETS[target])
             row = weights[None] if target == "raised" else torch.ones(1, len(answer.ids))
             given = shares(answer.tensor.operator, made, row.to(answer.tensor.device), groups, "pulls")
             found[f"{name}, {target}"] = given.scores[0, : len(units)].tolist()
