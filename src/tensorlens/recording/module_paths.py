@@ -194,6 +194,7 @@ def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
     found = {}
     for name, one in places.weights.items():
         if isinstance(one, nn.Parameter):
-            address = one.data_ptr() if type(one) is nn.Parameter else address_of(one)
-            found[name] = address, 0 if one.is_inference() else one._version
+            # The storage itself and not its address, which `share_memory` moves.
+            memory = one.untyped_storage()._cdata if type(one) is nn.Parameter else address_of(one)
+            found[name] = memory, 0 if one.is_inference() else one._version
     return found
