@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,7 +112,8 @@ def _made(
 
     if ray is not None:
         waiting = table.pending(rows, lambda: asked.part_rows)
-        yield from parts_on_ray(ray, mapper, ((first, some, first) for first, some in waiting))
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what happens to its nodes
+            yield from parts_on_ray(ray, mapper, ((first, some, first) for first, some in waiting))
         return
     sizes = [min(asked.part_rows, FIRST_ROWS)]
     for first, some in table.pending(rows, lambda: sizes[-1]):
