@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from bench.records import FOLDER, KINDS, Records, Row, chance, interval, is_ours, less, read, rows
+from bench.records import FOLDER, KINDS, Records, Row, chance, interval_of, is_ours, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.inside.faithfulness import Faithfulness, faithfulness_of
 from tensorlens.recommendations import recommended
@@ -131,7 +131,7 @@ def circuits_compared() -> list[dict[str, str]]:
     drawn = []
     for way in sorted(cmd, key=lambda way: mean(cmd[way])):
         apart = [a - b for a, b in zip(cmd[way], cmd[ours], strict=True)]
-        less_ours = "–" if way == ours else ranged(mean(apart), *interval([apart]), form="+.3f")
+        less_ours = "–" if way == ours else ranged(mean(apart), *interval_of([apart]), form="+.3f")
         drawn.append(
             {
                 "scored by": _way(way),

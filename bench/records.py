@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorlens.recording.conventions import RULE_SETS
+from tensorlens.studies.intervals import interval
 
 FOLDER = Path(__file__).parent / "records"
 SETS = (
@@ -223,7 +224,7 @@ def rows(run: Records) -> list[Row]:
     found = []
     for method, (first_half, second) in by_method.items():
         values = {item: value for some in second.values() for item, value in some.items()}
-        low, high = interval([list(some.values()) for some in second.values()])
+        low, high = interval_of([list(some.values()) for some in second.values()])
         found.append(Row(method, of_sets(first_half), of_sets(second), low, high, len(values), values))
     return sorted(found, key=lambda row: -row.chosen)
 
@@ -233,12 +234,11 @@ def of_sets(sets: dict[str, dict[str, float]]) -> float:
     return float(np.mean([np.mean(list(some.values())) for some in sets.values()])) if sets else float("nan")
 
 
-def interval(sets: Sequence[Sequence[float]]) -> tuple[float, float]:
+def interval_of(sets: Sequence[Sequence[float]]) -> tuple[float, float]:
     """The 95 % bootstrap interval of the mean of means, items drawn within their sets."""
     draw = np.random.default_rng(0)
     means = [np.array(some)[draw.integers(len(some), size=(DRAWS, len(some)))].mean(1) for some in sets if len(some)]
-    low, high = np.percentile(np.mean(means, 0), [2.5, 97.5]) if means else (float("nan"),) * 2
-    return float(low), float(high)
+    return interval(np.mean(means, 0)) if means else (float("nan"), float("nan"))
 
 
 def less(run: Records, a: Row, b: Row) -> tuple[float, float, float]:
@@ -249,7 +249,7 @@ def less(run: Records, a: Row, b: Row) -> tuple[float, float, float]:
         if item in a.values and item in b.values:
             sets.setdefault(line["set"], []).append(a.values[item] - b.values[item])
     mean = float(np.mean([np.mean(some) for some in sets.values()]))
-    return mean, *interval(list(sets.values()))
+    return mean, *interval_of(list(sets.values()))
 
 
 def is_ours(method: str) -> bool:

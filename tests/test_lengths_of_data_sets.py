@@ -10,8 +10,8 @@ import transformers as hf
 import zoo
 
 import tensorlens as tl
+from tensorlens.batches import Batch
 from tensorlens.models.samples import length_of
-from tensorlens.specimen import Specimen
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 LENGTHS = (12, 3, 8, 14, 7, 4, 9, 10, 5, 8, 13, 11, 3, 7, 6, 12, 8, 9)
@@ -55,7 +55,12 @@ def test_padding_sends_no_sample_another_way(build: Any, batch_size: int | None)
 def test_the_shortest_sample_is_padded_to_the_longest_and_mapped_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     alone: list[int] = []
     lens = tl.Lens(zoo.build("gpt2"))
-    whole = Specimen.look
-    monkeypatch.setattr(Specimen, "look", lambda self, one: alone.append(length_of(one)) or whole(self, one))
+    record = Batch.__init__
+
+    def noted(self: Batch, specimen: Any, prepared: Any) -> None:
+        alone.extend(length_of(one) for one in prepared if len(prepared) == 1)
+        record(self, specimen, prepared)
+
+    monkeypatch.setattr(Batch, "__init__", noted)
     found = list(lens.maps(inputs() * 10, "tensor.in_out", batch_size=6))
     assert min(LENGTHS) in alone and len(alone) <= 2 and not any("batches" in one.meta for one in found)

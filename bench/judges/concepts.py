@@ -23,6 +23,7 @@ import tensorlens as tl
 from bench.tables import markdown
 from tensorlens.files import write_json
 from tensorlens.maps.groups import find_words
+from tensorlens.studies.intervals import interval
 
 CONCEPTS = (
     (
@@ -186,7 +187,7 @@ def table(found: Mapping[str, list[int]]) -> list[dict[str, str]]:
     for name, places in found.items():
         inverse = 1 / np.array(places)
         means = draw.choice(inverse, (2000, len(inverse))).mean(1)
-        low, high = np.quantile(means, [0.025, 0.975])
+        low, high = interval(means)
         first = f"{100 * np.mean(np.array(places) == 1):.0f} %"
         rows.append(
             {"method": name, "first": first, "mean reciprocal rank": f"{inverse.mean():.2f} [{low:.2f}, {high:.2f}]"}

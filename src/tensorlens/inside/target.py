@@ -16,8 +16,8 @@ from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
 from tensorlens.inside.features import read_slot
 from tensorlens.inside.stream import Component
 from tensorlens.inside.walk import Joining, Read, Walk
-from tensorlens.maps.defaults import one_output, own_prediction
-from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head
+from tensorlens.maps.defaults import one_output
+from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head, own_prediction
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.pieces import Cotangents
 from tensorlens.recording.recording import Span

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from torch import Tensor
 
 from tensorlens.maps.headlines import Headlined, headline_of_states, headlined
 from tensorlens.operators.operator import check_token
@@ -33,11 +32,6 @@ OUT_TOKEN = -1
 
 SHARE, MAX_NODES = 0.8, 200
 """Where a graph stops growing: the share of what flows into its nodes, and how many of them there may be."""
-
-
-def own_prediction(logits: Tensor) -> Tensor:
-    """(…): without a target, the class with the largest of logits (…, class) is explained."""
-    return logits.argmax(-1)
 
 
 def one_output(recording: Recording, out_token: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.maps.targets import Context, ReadTarget, read_target
+from tensorlens.maps.targets import Context, ReadTarget, own_prediction, read_target
 from tensorlens.operators.plain import plain_logits
 from tensorlens.recording.recording import Recording
 from tensorlens.views.captions import after, headline_of, within
@@ -64,7 +64,7 @@ def headlined(
     if isinstance(target, (tuple, list)):
         raise InputError(f"`target` must be one token or class; got {target!r:.60}. Pass the other as `against`.")
     logits = plain_logits(recording, [0 if recording.pools else out_token])[0]
-    asked = read_target(context.classes, int(logits.argmax()) if target is None else target, against, logits)
+    asked = read_target(context.classes, int(own_prediction(logits)) if target is None else target, against, logits)
     added = [index for index, weight in asked.weights.items() if weight > 0]
     chance = float(logits.float().softmax(-1)[added[0]]) if len(added) == 1 else None
     n_out = recording.states[-1].shape[1]

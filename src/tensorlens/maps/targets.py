@@ -18,6 +18,11 @@ Weights = dict[int, float]
 """Weights on logits by class."""
 
 
+def own_prediction(logits: Tensor) -> Tensor:
+    """(…): without a target, the class with the largest of logits (…, class) is explained."""
+    return logits.argmax(-1)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Feature:
     r"""A feature of a dictionary as a target, $w·x_i + b$ at a token: its activation wherever it is active.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.maps.defaults import own_prediction
+from tensorlens.maps.targets import own_prediction
 from tensorlens.models.forward_signature import forward_of
 from tensorlens.models.precision import in_float64
 from tensorlens.plugins.weighted_logits import logit_parts, logits_of

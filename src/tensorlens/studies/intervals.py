@@ -30,7 +30,7 @@ def resampled_means(values: np.ndarray, seed: int, units: Sequence[Any] | None =
 
 def interval(means: np.ndarray) -> tuple[float, float]:
     """The bounds of the middle 95 % of resampled means."""
-    low, high = np.quantile(means, (0.025, 0.975))
+    low, high = np.nanquantile(means, (0.025, 0.975))
     return float(low), float(high)
 
 

@@ -38,7 +38,7 @@ from tensorlens.models.inputs import forward_parameters, tokenizer_of
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.intervals import N_RESAMPLES, short
+from tensorlens.studies.intervals import N_RESAMPLES, interval, short
 from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import Section, Table, with_interval, write_page
 from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings, reason_of
@@ -510,10 +510,9 @@ def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> dict[
             (draws[k] @ np.where(present[k], columns[k], 0.0)) / (draws[k] @ present[k].astype(np.float64))
             for k in kept
         ]
-    bounds = np.nanquantile(np.mean(resampled, axis=0), (0.025, 0.975))
     return {
         "mean": short(np.mean([float(columns[k][present[k]].mean()) for k in kept]), 6),
-        "interval": [short(bound, 6) for bound in bounds],
+        "interval": [short(bound, 6) for bound in interval(np.mean(resampled, axis=0))],
         "n": int(sum(some.sum() for some in present)),
     }
 

@@ -1,7 +1,8 @@
 """`MapView`: everything a renderer may draw, as plain data.
 
-The page, the terminal and the figures take this record and nothing else, so that they agree on
-what is signed, which limit the colours have, and what the caption says.
+The page, the terminal and the figures take this record and nothing else, so that they agree on what is signed, what is
+set aside and what the caption says. `limit` is where colours end in terminal and figures; a page finds its own, for
+the rows that are shown (`static/scores.js`).
 """
 
 from __future__ import annotations

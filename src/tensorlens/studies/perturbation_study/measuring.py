@@ -24,7 +24,6 @@ from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.intervals import short
 from tensorlens.studies.options import member_lens, split
-from tensorlens.studies.perturbation_study.drawing import SamplePiece
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,
     hidden_state_mse,
@@ -37,6 +36,7 @@ from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
 from tensorlens.studies.plain_model import Outputs
 from tensorlens.studies.runs import reason_of
+from tensorlens.studies.sampling import SamplePiece
 from tensorlens.tensor import AttentionTensor
 
 RANDOM = "control.random"

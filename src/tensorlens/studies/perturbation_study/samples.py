@@ -18,9 +18,9 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
 from tensorlens.models.precision import in_float64
 from tensorlens.studies.datasets import Dataset, LazyImage
-from tensorlens.studies.perturbation_study.drawing import image_pieces, text_pieces, wrapping
 from tensorlens.studies.perturbation_study.options import PerturbationOptions
 from tensorlens.studies.plain_model import PlainModel
+from tensorlens.studies.sampling import image_pieces, text_pieces, wrapping
 
 TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
 IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
