@@ -161,12 +161,16 @@ def test_device_map_without_accelerate(monkeypatch: pytest.MonkeyPatch):
         ("minilmm", "minilm"),
         ("SmolLM2-135M", "smollm2-135m"),
         ("gemma3", "gemma3-270m"),
-        ("gpt2", "openai-community/gpt2"),
     ],
 )
 def test_near_names_are_suggested_without_asking_the_hub(typo: str, near: str):
     with pytest.raises(LoadError, match=f"'{near}'.*organisation/name"):
         load_pretrained(typo)
+
+
+def test_an_old_name_of_the_hub_is_answered_with_the_one_that_it_has_now():
+    with pytest.raises(LoadError, match="'gpt2' is 'openai-community/gpt2' on the hub"):
+        load_pretrained("gpt2")
 
 
 def test_names_without_an_organisation_are_never_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch):

@@ -191,10 +191,12 @@ class Weights:
 
 
 def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
+    """The storage of each weight, and how often it was written to."""
     found = {}
     for name, one in places.weights.items():
         if isinstance(one, nn.Parameter):
-            # The storage itself and not its address, which `share_memory` moves.
-            memory = one.untyped_storage()._cdata if type(one) is nn.Parameter else address_of(one)
+            # Not the address, which `share_memory` moves. One that is off-loaded has a new, empty storage after each use.
+            is_plain = type(one) is nn.Parameter and not one.is_meta
+            memory = one.untyped_storage()._cdata if is_plain else address_of(one)
             found[name] = memory, 0 if one.is_inference() else one._version
     return found
