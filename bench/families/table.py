@@ -18,11 +18,11 @@ from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
 _NOTES = """
 Each row is a tiny model of that type with every parameter drawn at random, including biases and gains. It is recorded
 at one input and certified: value, linearity away from the input, adjoint identity, completeness with a bias from a
-run at zero, and composition of blocks. Afterwards the model was bit-identical to before. *Error* is the largest of
+run at zero, and composition of blocks. The model stayed bit-identical. *Error* is the largest of
 these errors. Models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *Capture* compares
 the operator under the Jacobian's rules with finite differences of the model. A lost path would show there by its
-size; up to 2e-2 is accepted. *B unexplained* is the rest of the bias when every additive parameter that a step reads
-is zero (joint homogeneity). It comes from constants in the model's own code: running means of batch norms, clamps,
+size; up to 2e-2 is accepted. *B unexplained* is what remains of the bias when every additive parameter that a step
+reads is zero (joint homogeneity). It comes from constants in the model's code: running means of batch norms, clamps,
 the 1 in (u + 1) ⊙ φ(g), fixed positions added inside, parameters that the model joins or interpolates before it adds
 them (`wavlm`, `yolos`), and values that it passes around its blocks (`swin2sr`). *not built* with SDPA usually means
 that transformers does not offer it.

@@ -32,11 +32,11 @@ PACKAGES = {
 """Distributions that are called otherwise than what is imported of them."""
 
 INTRODUCTION = """
-Made by `make strangers`. Each model is built as its package builds it, made small, with every weight drawn at random in
-float64, and the tensor is compared with a derivative that shares no code with the library: the model's own gradients
-with attention weights, statistics of norms, gates and the ratios of activations cut out of the graph, between two
-states that must be the model's own. *Exact* is the largest relative difference over single and many cotangents, rows,
-the bias and maps; maps are kept in float32. *Refused* is an error with its reason.
+Made by `make strangers`. Each model is built by its own package, made small, with every weight drawn at random in
+float64. T is compared with a derivative that shares no code with the library: the model's own gradients between two of
+its states, with attention weights, statistics of norms, gates and the ratios of activations detached from the graph.
+*Exact* is the largest relative difference over single and many cotangents, rows, the bias and maps; maps are kept in
+float32. *Refused* is an error with its reason.
 """
 
 

@@ -22,7 +22,7 @@ Words = Annotated[
         help="A text in quotes, the path of an image, or - for standard input.",
     ),
 ]
-For = Annotated[str, typer.Option("--for", help=f"What to find: a {', '.join(QUESTIONS[:-1])}, or as the paper does.")]
+For = Annotated[str, typer.Option("--for", help=f"What to find: {', '.join(QUESTIONS[:-1])}, or paper (its operator).")]
 Tokens = Annotated[bool, typer.Option("--tokens", help="Use single tokens instead of whole words or sentences.")]
 
 

@@ -88,7 +88,7 @@ def circuit_(
 
     Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
 
-    The graph in a .json file is as circuit-tracer reads it.
+    A .json file holds the graph in circuit-tracer's format.
     """
     reading.check(model)
     check_choice("unit", unit, UNITS)
