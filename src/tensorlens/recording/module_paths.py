@@ -195,7 +195,7 @@ def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
     found = {}
     for name, one in places.weights.items():
         if isinstance(one, nn.Parameter):
-            # Not the address, which `share_memory` moves. One that is off-loaded has a new, empty storage after each use.
+            # Not the address: `share_memory` moves it. An off-loaded weight has a new, empty storage after each use.
             is_plain = type(one) is nn.Parameter and not one.is_meta
             memory = one.untyped_storage()._cdata if is_plain else address_of(one)
             found[name] = memory, 0 if one.is_inference() else one._version
