@@ -112,7 +112,7 @@ _add("Inspect", "methods", methods, "List the available map methods.")
 _add("Data sets", "maps", maps, "Map every row of a data set into a table.", continues=True)
 _add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
 _add("Studies", "paper", paper, "Reproduce the paper's tables, its numbers beside ours.", continues=True)
-_add("Studies", "relations", relations_, "Decode relations with the mean tensor.", continues=True)
+_add("Studies", "relations", relations_, "Decode relations with the mean operator.", continues=True)
 _add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)
 
 

@@ -234,7 +234,7 @@ def relations_(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Decode relations with the mean attention tensor, beside LRE and controls, and write a report.
+    """Decode relations with the mean operator, beside LRE and controls, and write a report.
 
     Example: tensorlens relations smollm2-135m --data facts --out run --limit 1
     """
