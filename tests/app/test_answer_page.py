@@ -42,7 +42,10 @@ def test_an_answer_is_told_mapped_certified_and_kept():
         (sent,) = [event["map"] for event in found if event["type"] == "map"]
         assert done["certificate"]["passed"] and not done["is_kept"] and done["text"] == ANSWER
         expected = (
-            tiny_lens().with_rules("attn_lrp").answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
+            tiny_lens()
+            .with_rules(tl.recommended("passage"))
+            .answer(PROMPT, ANSWER)
+            .map("sentences", "sentences", set_aside=(0,))
         )
         assert sent["inTokens"] == list(expected.in_tokens) and sent["setAside"] == [0]
         assert sent["answer"]["answer"] == [[" A cat did.", 0, 4], [" So it goes.", 1, 4]]
@@ -145,7 +148,7 @@ def lines(answer) -> dict[str, str]:
 @pytest.mark.usefixtures("unchecked")
 def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     answer = ask(tab)
-    lens = tiny_lens().with_rules("attn_lrp")
+    lens = tiny_lens().with_rules(tl.recommended("passage"))
     expected = lens.answer(PROMPT, ANSWER).map("sentences", "sentences", set_aside=(0,))
     whole = expected.scores.sum(0)
     found = lines(answer)
@@ -161,12 +164,12 @@ def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     assert "So it goes." in answer.locator(".answer-says").inner_text()
     assert shades(answer, "passage") != before
     for j, label in list(enumerate(expected.in_tokens))[1:]:
-        assert number(lines(answer)[label]) == pytest.approx(float(expected.scores[1, j]), abs=0.02)
+        assert number(lines(answer)[label]) == pytest.approx(float(expected.scores[1, j]), abs=0.06)
 
     answer.locator(".passage", has_text="It was dark").click()
     parts = lines(answer)
     assert list(parts) == ["A cat did.", "So it goes."]
-    assert number(parts["A cat did."]) == pytest.approx(float(expected.scores[0, 2]), abs=0.02)
+    assert number(parts["A cat did."]) == pytest.approx(float(expected.scores[0, 2]), abs=0.06)
     assert all(shades(answer, "part")) and not any(shades(answer, "passage"))
     answer.get_by_role("button", name="What the whole answer rests on").click()
     assert shades(answer, "passage") == before
