@@ -170,3 +170,18 @@ def test_words_are_saved_as_they_are_shown(open_tab, tmp_path):
     download.value.save_as(tmp_path / "map.json")
     n_shown = panel.locator(".text.row .token").count()
     assert tl.TokenMap.load(tmp_path / "map.json").shape[1] == n_shown
+
+
+def test_enter_asks_and_shift_enter_begins_a_line(open_tab):
+    tab = open_tab()
+    panel = mapped(tab)
+    box = tab.get_by_label("Text", exact=True)
+    box.fill("The dog sat")
+    box.press("Shift+Enter")
+    assert box.input_value() == "The dog sat\n"
+    expect(panel.locator(".age")).to_be_visible()
+    box.fill("The dog sat")
+    box.press("Enter")
+    tab.locator(".caption", has_text="The dog sat").wait_for(state="attached")
+    expect(panel.locator(".age")).to_be_hidden()
+    assert box.input_value() == "The dog sat"

@@ -64,12 +64,14 @@ export class Asking {
   }
 }
 
-// A text to write in; Ctrl+Enter asks.
+// A text to write in; Enter asks, Shift+Enter begins a line. The Enter that ends a word of an input method does neither.
 export function textArea(label, options, { write, send }) {
   const node = element("textarea", { "aria-label": label, spellcheck: "false", dir: "auto", ...options });
   node.addEventListener("input", () => write(node.value));
   node.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
   });
   return node;
 }

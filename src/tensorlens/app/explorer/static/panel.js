@@ -62,7 +62,7 @@ export class Panel extends Asking {
     this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
     const input = element("input", { type: "file", accept: "image/*", "aria-label": "Choose a picture" });
     input.addEventListener("change", () => this.take(input.files));
-    this.go = element("button", { type: "button", class: "main", text: "Map", title: "Ctrl+Enter" });
+    this.go = element("button", { type: "button", class: "main", text: "Map", title: "Enter; Shift+Enter begins a new line" });
     this.go.addEventListener("click", () => this.run());
     const file = element("label", { class: "file" }, ["Image…", input]);
     const composer = element("div", { class: "composer" }, [element("div", {}, [this.text, this.picture]), element("div", { class: "buttons" }, [this.go, file])]);
