@@ -37,7 +37,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.models.runner import run
 from tensorlens.models.samples import check_several
 from tensorlens.operators.operator import FrozenOperator, check_token
-from tensorlens.program.several import of_each
+from tensorlens.program.program import of_each
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen

@@ -23,7 +23,7 @@ from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording, Span
-from tensorlens.recording.sinks import settled_block, tokens_to_try
+from tensorlens.recording.rules.attention import settled_block, tokens_to_try
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import repeated
 

@@ -38,7 +38,7 @@ from tensorlens.maps.methods import Scored as Scored
 from tensorlens.maps.methods import method as method
 from tensorlens.maps.token_map import TokenMap as TokenMap
 from tensorlens.operators.certificate import Certificate as Certificate
-from tensorlens.operators.mean import MeanTensor as MeanTensor
+from tensorlens.operators.operator import MeanTensor as MeanTensor
 from tensorlens.operators.spectrum import Spectrum as Spectrum
 from tensorlens.operators.spectrum import spectral_norm as spectral_norm
 from tensorlens.operators.spectrum import spectrum as spectrum

@@ -19,9 +19,7 @@ from tensorlens.inside.stream import Component, ExpertRows, Stream, StreamSum, W
 from tensorlens.memory import SHARE_OF_VALUES, free_bytes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import MOVES, Mixture
-from tensorlens.program.pieces import Cotangents, Pieces
-from tensorlens.program.program import Program
-from tensorlens.program.several import of_each
+from tensorlens.program.program import Cotangents, Pieces, Program, of_each
 from tensorlens.recording.recording import Recording
 
 if TYPE_CHECKING:

@@ -38,9 +38,7 @@ from tensorlens.operators.attention_matrices import fused_attention
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
 from tensorlens.program.nodes import Held
-from tensorlens.program.pieces import Cotangents
-from tensorlens.program.program import Program, SideChannelError
-from tensorlens.program.several import of_each
+from tensorlens.program.program import Cotangents, Program, SideChannelError, of_each
 from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]

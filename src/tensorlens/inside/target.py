@@ -19,7 +19,7 @@ from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.defaults import one_output
 from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head, own_prediction
 from tensorlens.operators.operator import FrozenOperator, check_token
-from tensorlens.program.pieces import Cotangents
+from tensorlens.program.program import Cotangents
 from tensorlens.recording.recording import Span
 
 

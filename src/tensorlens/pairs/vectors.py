@@ -17,7 +17,7 @@ from tensorlens.models.pictures import cells
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.pairs.pair_map import BIAS
 from tensorlens.pairs.pooling import Pooling
-from tensorlens.program.several import of_each
+from tensorlens.program.program import of_each
 from tensorlens.recording.recording import Span
 
 AT_A_TIME = {"cuda": 2048, "cpu": 64}

@@ -2,11 +2,16 @@ r"""`Program`: the affine function of a model at an input, as a list of steps.
 
 Run forwards it is $\tilde F_X(x) = T x + B$. Its linear part, the same list without what is added, is T; walked
 backwards by the transposes of its steps it is $T^\top$, with nothing kept on the way.
+
+`Pieces` is a program cut where states enter blocks, each piece run and pulled on its own. The values inside a piece
+come from running that piece alone; cotangents go from the last piece to the first, and those of a slot that an earlier
+piece made wait until that piece is reached. A question about every block needs the memory of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from html import escape
@@ -14,10 +19,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _set_vmap_fallback_warning_enabled  # type: ignore[import-not-found]
+from torch.utils._pytree import tree_map
 
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
-import tensorlens.program.derivative_step  # noqa: F401
 from tensorlens.errors import AnatomyError
+from tensorlens.memory import is_out_of_memory
 from tensorlens.program.constants import Constants
 from tensorlens.program.nodes import NOT_PLAIN, Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.program.operations import OPERATIONS, fit
@@ -404,3 +411,112 @@ class _Growing(Sequence[Tensor]):
 
     def __getitem__(self, n: Any) -> Any:
         return self.first[n] if n < len(self.first) else self.more[n - len(self.first)]
+
+
+# In pieces ------------------------------------------------------------------------------------------------------------
+
+
+Cotangents = dict[int, Tensor]
+"""Cotangents by slot."""
+
+
+class Pieces:
+    """A program in pieces, one after the other.
+
+    Args:
+        program: All of it.
+        ends: For each piece but the last, the number of steps up to its end.
+        known: Values at X of some slots, its inputs among them.
+    """
+
+    def __init__(self, program: Program, ends: Sequence[int], known: Mapping[int, Tensor]) -> None:
+        self.program, self._known = program, known
+        self.programs = program.cut(ends)
+
+    def scaled(self, factors: Mapping[int, Tensor]) -> Pieces:
+        """The same pieces with the values of some slots multiplied by constants, wherever they are read."""
+        found = copy(self)
+        found.__dict__.pop("at_cuts", None)
+        found.programs = [
+            piece.scaled({slot: factor for slot, factor in factors.items() if slot in piece.makers})
+            for piece in self.programs
+        ]
+        return found
+
+    def values(self, n: int, slots: Collection[int]) -> dict[int, Tensor]:
+        """Values at X of slots that piece n makes or reads."""
+        piece = self.programs[n]
+        given = {slot: self.at_cuts[slot] for slot in piece.inputs}
+        made = [slot for slot in slots if slot in piece.makers]
+        found = piece.part(piece.inputs, made).observe(list(given.values()), made) if made else {}
+        # A state that nothing after it depends on was dropped with its steps.
+        return {slot: found[slot] if slot in found else self.at_cuts[slot] for slot in slots}
+
+    @cached_property
+    def at_cuts(self) -> Mapping[int, Tensor]:
+        """Values at X of the slots between pieces and at the end; unknown ones by one run from the start."""
+        found = dict(self._known)
+        missing = {slot for piece in self.programs for slot in piece.inputs}.union(self.program.outputs) - found.keys()
+        for piece in self.programs if missing else ():
+            here = missing.intersection(piece.outputs)
+            if here:
+                found |= piece.observe([found[slot] for slot in piece.inputs], here)
+        return found
+
+    def pull(
+        self, n: int, waiting: Cotangents, slots: Collection[int] = (), *, stop: Collection[int] = ()
+    ) -> tuple[Cotangents, Cotangents]:
+        """Pull cotangents back through one piece.
+
+        Args:
+            n: Which piece.
+            waiting: Cotangents of slots of this piece and of earlier ones.
+            slots: Where in this piece they are asked for.
+            stop: Slots through which nothing goes further back.
+
+        Returns:
+            The cotangents that were asked for, and those that now wait at earlier pieces.
+        """
+        piece = self.programs[n]
+        here = {slot: u for slot, u in waiting.items() if slot in piece.makers}
+        waiting = {slot: u for slot, u in waiting.items() if slot not in here}
+        if not here:
+            return piece.cotangents({}, slots), waiting
+        found = piece.cotangents(here, {*slots, *piece.inputs}, stop=stop)
+        for slot in piece.inputs:
+            waiting[slot] = waiting[slot] + found[slot] if slot in waiting else found[slot]
+        return {slot: found[slot] for slot in slots}, waiting
+
+
+# Several values at once -----------------------------------------------------------------------------------------------
+
+
+def of_each(function: Callable[[Any], Any], items: Any) -> Any:
+    """A function applied to each item, (item, …): together if torch can, otherwise one by one.
+
+    Args:
+        function: Takes one tensor, or a dictionary of them.
+        items: The same with an axis more in front.
+    """
+    n_items = len(next(iter(items.values()))) if isinstance(items, dict) else len(items)
+    if n_items > 1:
+        try:
+            return _together(function, items)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+    found = [function(_one(items, n)) for n in range(n_items)]
+    return tree_map(lambda *each: torch.stack(each), *found)
+
+
+def _together(function: Callable[[Any], Any], items: Any) -> Any:
+    # torch warns of operations that it takes one by one; we would do no better.
+    _set_vmap_fallback_warning_enabled(False)
+    try:
+        return torch.vmap(function)(items)
+    finally:
+        _set_vmap_fallback_warning_enabled(True)
+
+
+def _one(items: Any, n: int) -> Any:
+    return tree_map(lambda tensor: tensor[n] if isinstance(tensor, Tensor) else tensor, items)

@@ -44,9 +44,9 @@ class Rules(Printed):
         activation: Activations, score soft-caps among them. Powers follow Taylor if `norm` or `activation` does.
         sink: What attention takes from the first position, to which heads attend when nothing else matters. ``"live"``
             leaves it in that token's column. ``"hold"`` holds the values there, from the first block in which they no
-            longer depend on the token (see `recording.sinks`), so the column splits into the word's contribution and
-            the sink's, which goes into B. A number holds them from that block on. It needs `attention` held and a
-            model in which the first position sees no other; every other column stays as it is.
+            longer depend on the token, so the column splits into the word's contribution and the sink's, which goes
+            into B. A number holds them from that block on. It needs `attention` held and a model in which the first
+            position sees no other; every other column stays as it is.
         softmax_temperature: The temperature τ of the derivative of a softmax, where the attention matrix is live:
             $A = A^0 + (\mathrm{diag}\,s - s s^\top)(S - S^0)$ with $s = \mathrm{softmax}(S^0/τ)$. At 1 it is the
             softmax's own derivative; above 1, a saturated softmax still passes something on.

@@ -19,12 +19,11 @@ from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.program.constants import Constants
 from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
-from tensorlens.program.pieces import Pieces
-from tensorlens.program.program import Program, SideChannelError
+from tensorlens.program.program import Pieces, Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.module_paths import ModuleOutput, Weights
-from tensorlens.recording.sinks import with_live_sinks
+from tensorlens.recording.rules.attention import with_live_sinks
 
 Heads = Mapping[int, Tensor]
 """Multipliers of heads, by block."""

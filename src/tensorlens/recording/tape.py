@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
 from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.recording.calculus import by_derivative
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import (
     PLAIN,
@@ -511,8 +512,6 @@ def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ..
     if not is_kernel:
         return run.by_kernels(function, args, kwargs)
     if run.rules.name == "jacobian":
-        from tensorlens.recording.rules.by_derivative import by_derivative
-
         return by_derivative(function, name, args, kwargs)
     raise run.refusal(name)
 

@@ -3,11 +3,9 @@
 from tensorlens.recording.rules import (  # noqa: F401
     activations,
     attention,
-    by_derivative,
     choices,
     linear,
     norms,
-    packed,
     products,
     recurrent_cells,
 )

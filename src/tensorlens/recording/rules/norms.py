@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.nodes import at_least_float32, words
-from tensorlens.recording.calculus import tangent
+from tensorlens.recording.calculus import by_derivative, tangent
 from tensorlens.recording.live import Live, is_live, now, raw, value_of
 from tensorlens.recording.roles import Role
-from tensorlens.recording.rules.by_derivative import by_derivative
 from tensorlens.recording.table import family, rule
 
 

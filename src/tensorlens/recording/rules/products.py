@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.program.nodes import at_least_float32
-from tensorlens.recording.calculus import is_same_tensor, product, scaled, tangent
+from tensorlens.recording.calculus import is_same_tensor, product, product_by_kernel, scaled, tangent
 from tensorlens.recording.live import (
     FOLLOWED,
     Live,
@@ -23,11 +23,10 @@ from tensorlens.recording.live import (
 )
 from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.rules.activations import activate_from
-from tensorlens.recording.rules.by_derivative import product_by_kernel
+from tensorlens.recording.rules.attention import without_sink
 from tensorlens.recording.rules.linear import role_after
+from tensorlens.recording.rules.modules import parts_of
 from tensorlens.recording.rules.norms import statistic
-from tensorlens.recording.rules.packed import parts_of
-from tensorlens.recording.sinks import without_sink
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
 
