@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorlens.recording.conventions import RULE_SETS
-from tensorlens.studies.intervals import interval
+from tensorlens.studies.report import interval
 
 FOLDER = Path(__file__).parent / "records"
 SETS = (

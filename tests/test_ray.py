@@ -42,7 +42,7 @@ def test_in_ray_data(cluster, model):
 def test_a_killed_process_loses_nothing(cluster, model, tmp_path):
     from pyarrow import parquet
 
-    from tensorlens.studies import ray_parts
+    from tensorlens.studies import map_table
 
     class Killed(tl.Mapper):
         """Ends its process at the first part that it sees."""
@@ -55,7 +55,7 @@ def test_a_killed_process_loses_nothing(cluster, model, tmp_path):
             return super().part(values, first, progress=progress)
 
     waiting = [(number, TEXTS[3 * number : 3 * number + 3], 3 * number) for number in range(4)]
-    found = {n: part for n, _, part in ray_parts.parts_on_ray("local", Killed(model), waiting, n_actors=2)}
+    found = {n: part for n, _, part in map_table.parts_on_ray("local", Killed(model), waiting, n_actors=2)}
     assert (tmp_path / "killed").exists() and sorted(found) == [0, 1, 2, 3]
     tables = [parquet.read_table(io.BytesIO(found[n][0])).to_pylist() for n in range(4)]
     assert ["".join(row["tokens"]) for rows in tables for row in rows] == TEXTS

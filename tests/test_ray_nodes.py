@@ -11,7 +11,7 @@ from test_mapper import run, table
 from tiny_language import save_tiny
 
 import tensorlens as tl
-from tensorlens.studies import ray_parts
+from tensorlens.studies import map_table
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore"), pytest.mark.large]
@@ -43,7 +43,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_node_that_is_lost_in_the_middle_changes_no_byte(nodes, model, tmp_path, monkeypatch):
     """What the lost node had finished, and what it was at, is made again: every row once, as on one machine."""
-    given, written = ray_parts.parts_on_ray, []
+    given, written = map_table.parts_on_ray, []
 
     def losing(*arguments):
         for part in given(*arguments, n_actors=2):
@@ -54,7 +54,7 @@ def test_a_node_that_is_lost_in_the_middle_changes_no_byte(nodes, model, tmp_pat
                 nodes.remove_node(nodes.second, allow_graceful=False)
                 nodes.add_node(num_cpus=1)  # without room somewhere, its processes would wait for ever
 
-    monkeypatch.setattr(ray_parts, "parts_on_ray", losing)
+    monkeypatch.setattr(map_table, "parts_on_ray", losing)
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *TEXTS * 8]), "utf-8")
     options = ["--data", data, "--part-rows", 8, "--batch-size", 8, "--on-error", "skip"]
@@ -75,13 +75,13 @@ def test_processes_that_find_no_place_are_spoken_of(nodes, model, monkeypatch, c
     def quiet(*known):
         raise Quiet(*known)
 
-    tell = ray_parts._tell_of_quiet
-    monkeypatch.setattr(ray_parts, "QUIET_SECONDS", 20.0)
-    monkeypatch.setattr(ray_parts, "_tell_of_quiet", quiet)
+    tell = map_table._tell_of_quiet
+    monkeypatch.setattr(map_table, "QUIET_SECONDS", 20.0)
+    monkeypatch.setattr(map_table, "_tell_of_quiet", quiet)
     waiting = [(number, TEXTS[number : number + 1], number) for number in range(8)]
     found = []
     with pytest.raises(Quiet) as told:
-        found.extend(ray_parts.parts_on_ray(nodes.address, tl.Mapper(model), waiting, n_actors=4))
+        found.extend(map_table.parts_on_ray(nodes.address, tl.Mapper(model), waiting, n_actors=4))
     assert told.value.args[:2] == (4, 0)
     tell(*told.value.args)
     text = capsys.readouterr().err

@@ -23,7 +23,7 @@ import tensorlens as tl
 from bench.tables import markdown
 from tensorlens.files import write_json
 from tensorlens.maps.groups import find_words
-from tensorlens.studies.intervals import interval
+from tensorlens.studies.report import interval
 
 CONCEPTS = (
     (

@@ -18,9 +18,9 @@ from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
-from tensorlens.studies.intervals import short
 from tensorlens.studies.judge_study import WRONG, PrefixText, cell_of, items_of, now
 from tensorlens.studies.options import MEMBERS, member_lens
+from tensorlens.studies.report import short
 from tensorlens.studies.runs import reason_of
 
 MEASURES = ("pearson",)

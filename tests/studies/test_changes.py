@@ -10,8 +10,7 @@ from tiny_study import TEXTS, lens_on, study
 
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.measuring import changes_of
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.run import groups_of
+from tensorlens.studies.perturbation_study.run import PerturbationOptions, groups_of
 from tensorlens.studies.perturbation_study.samples import Texts
 from tensorlens.studies.plain_model import PlainModel
 

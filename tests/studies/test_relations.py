@@ -14,7 +14,6 @@ import tensorlens as tl
 from tensorlens.studies import RelationOptions, relations
 from tensorlens.studies.plain_model import plain_states, read_out
 from tensorlens.studies.relation_study import prompts
-from tensorlens.studies.relation_study.data import Fact, load_relations, read_relation
 from tensorlens.studies.relation_study.decoding import (
     EMBEDDING,
     RelationOperator,
@@ -25,6 +24,7 @@ from tensorlens.studies.relation_study.decoding import (
     tensor_predictors,
     tune_scale,
 )
+from tensorlens.studies.relation_study.prompts import Fact, load_relations, read_relation
 from tensorlens.studies.relation_study.report import category_table, mean_with_interval, share, survival
 
 CAUSAL = ["gpt2", "llama", "gemma3", "olmo2", "neox-parallel", "phi"]

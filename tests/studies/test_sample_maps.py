@@ -16,7 +16,7 @@ from tensorlens.errors import InputError
 from tensorlens.specimen import Specimen
 from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_study.measuring import GroupMaps
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
+from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.perturbation_study.samples import Texts
 
 MEMBERS = [f"tensor.in_class@{member}" for member in ("paper", "half_gate", "attn_lrp", "jacobian")]

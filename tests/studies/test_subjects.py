@@ -10,7 +10,7 @@ from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
+from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.perturbation_study.samples import Images, Texts, maskable
 from tensorlens.studies.plain_model import PlainModel
 

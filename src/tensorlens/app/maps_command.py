@@ -107,8 +107,7 @@ def _made(
     table: MapTable, mapper: Mapper, rows: Iterator[Any], asked: MapsChoices, ray: str | None
 ) -> Iterator[tuple[int, int, EncodedPart]]:
     """Make the missing parts, here or on a cluster. Here, the rate of the last part sets the size of the next."""
-    from tensorlens.studies.map_table import encoded
-    from tensorlens.studies.ray_parts import parts_on_ray
+    from tensorlens.studies.map_table import encoded, parts_on_ray
 
     if ray is not None:
         waiting = table.pending(rows, lambda: asked.part_rows)

@@ -103,7 +103,7 @@ def perturb(
     chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.perturbation_study.options import PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
     from tensorlens.studies.runs import check_run_folder
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensorlens.studies.fidelity_study.run import fidelity as fidelity
     from tensorlens.studies.judge_study import JudgeOptions as JudgeOptions
     from tensorlens.studies.judge_study import judge as judge
-    from tensorlens.studies.perturbation_study.options import PerturbationOptions as PerturbationOptions
+    from tensorlens.studies.perturbation_study.run import PerturbationOptions as PerturbationOptions
     from tensorlens.studies.perturbation_study.run import perturbation as perturbation
     from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
     from tensorlens.studies.relation_study.run import relations as relations

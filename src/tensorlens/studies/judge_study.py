@@ -38,9 +38,8 @@ from tensorlens.models.inputs import forward_parameters, tokenizer_of
 from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.intervals import N_RESAMPLES, interval, short
 from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
-from tensorlens.studies.report import Section, Table, with_interval, write_page
+from tensorlens.studies.report import N_RESAMPLES, Section, Table, interval, short, with_interval, write_page
 from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings, reason_of
 
 SUFFIXES = (".csv", ".jsonl")

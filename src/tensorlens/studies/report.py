@@ -1,4 +1,7 @@
-"""A run's `report.html`: one page without links to anywhere, made of text, tables, figures and maps."""
+"""How studies say their results: means with bootstrap intervals, tables, and a run's `report.html`.
+
+The same seed and number of units give the same draws, so differences are paired. The page has no links to anywhere.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tensorlens.errors import MissingExtraError
 from tensorlens.files import to_json
@@ -16,6 +21,52 @@ from tensorlens.views.study_figures import figure_svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+N_RESAMPLES = 2000
+
+
+def resampled_means(values: np.ndarray, seed: int, units: Sequence[Any] | None = None) -> np.ndarray:
+    """Means of values drawn anew with replacement; (resample,).
+
+    Args:
+        values: One per sample.
+        seed: Random seed for the draws.
+        units: What each value belongs to, such as an article: all values of a unit are drawn together. Each value is
+            its own unit if None.
+    """
+    _, of = np.unique(np.arange(len(values)) if units is None else np.array(units, dtype=str), return_inverse=True)
+    sums, counts = np.bincount(of, values), np.bincount(of)
+    generator = np.random.default_rng(seed)
+    some = (generator.integers(len(sums), size=(100, len(sums))) for _ in range(N_RESAMPLES // 100))
+    if units is None:
+        return np.concatenate([values[drawn].mean(1) for drawn in some])
+    return np.concatenate([sums[drawn].sum(1) / counts[drawn].sum(1) for drawn in some])
+
+
+def interval(means: np.ndarray) -> tuple[float, float]:
+    """The bounds of the middle 95 % of resampled means."""
+    low, high = np.nanquantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def short(value: Any, digits: int = 9) -> float:
+    """Nine digits: far more than the data carry, and not the last bits, which depend on the machine."""
+    return float(f"{float(value):.{digits}g}")
+
+
+FEW_UNITS = 5
+"""Below this many units, resampling may give the same mean every time, which says nothing."""
+
+
+def with_interval(value: float, bounds: Sequence[float], n_units: int, form: str = ".5g") -> str:
+    """A number with its interval, as tables show them; one of no width from few units is left out."""
+    if n_units < FEW_UNITS and bounds[0] == bounds[1]:
+        return f"{value:{form}}"
+    return f"{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]"
+
+
+# Tables and the page --------------------------------------------------------------------------------------------------
+
 
 Table = Sequence[Mapping[str, Any]]
 """Rows with the same keys, which are the heads of the columns."""
@@ -83,14 +134,3 @@ def markdown(rows: Table) -> str:
     """A Markdown table."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)] if rows else []
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
-
-
-FEW_UNITS = 5
-"""Below this many units, resampling may give the same mean every time, which says nothing."""
-
-
-def with_interval(value: float, bounds: Sequence[float], n_units: int, form: str = ".5g") -> str:
-    """A number with its interval, as tables show them; one of no width from few units is left out."""
-    if n_units < FEW_UNITS and bounds[0] == bounds[1]:
-        return f"{value:{form}}"
-    return f"{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]"

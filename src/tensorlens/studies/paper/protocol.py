@@ -13,7 +13,7 @@ import msgspec
 
 from tensorlens.errors import InputError
 from tensorlens.studies.options import Options
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
+from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.relation_study.run import RelationOptions
 
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")

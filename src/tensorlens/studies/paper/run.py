@@ -24,13 +24,12 @@ from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import Protocol, differences, with_changes
 from tensorlens.studies.paper.training import is_classifier, trained
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.run import perturbation
+from tensorlens.studies.perturbation_study.run import PerturbationOptions, perturbation
+from tensorlens.studies.perturbation_study.samples import drawn_order, text_pieces
 from tensorlens.studies.processes import Processes
-from tensorlens.studies.relation_study.data import load_relations
+from tensorlens.studies.relation_study.prompts import load_relations
 from tensorlens.studies.relation_study.run import RelationOptions, relations
 from tensorlens.studies.runs import StudyResult, check_run_folder
-from tensorlens.studies.sampling import drawn_order, text_pieces
 
 FOLDERS = {
     "imagenet": ("imagenet", "ILSVRC2012", "images"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool
@@ -22,7 +22,6 @@ from tensorlens.maps.methods import joins_norms
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64
-from tensorlens.studies.intervals import short
 from tensorlens.studies.options import member_lens, split
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,
@@ -32,12 +31,14 @@ from tensorlens.studies.perturbation_study.measures import (
     probability_drop,
     ranking,
 )
-from tensorlens.studies.perturbation_study.options import PerturbationOptions
-from tensorlens.studies.perturbation_study.samples import Sample, Samples, maskable
+from tensorlens.studies.perturbation_study.samples import Sample, SamplePiece, Samples, maskable
 from tensorlens.studies.plain_model import Outputs
+from tensorlens.studies.report import short
 from tensorlens.studies.runs import reason_of
-from tensorlens.studies.sampling import SamplePiece
 from tensorlens.tensor import AttentionTensor
+
+if TYPE_CHECKING:
+    from tensorlens.studies.perturbation_study.run import PerturbationOptions
 
 RANDOM = "control.random"
 Missing = str

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.studies.intervals import interval, resampled_means, short
 from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, Order, auc, is_better
-from tensorlens.studies.report import Section, Table, with_interval, write_page
+from tensorlens.studies.report import Section, Table, interval, resampled_means, short, with_interval, write_page
 from tensorlens.studies.runs import Run, best_first
 from tensorlens.views.study_figures import Panel, perturbation_curves
 

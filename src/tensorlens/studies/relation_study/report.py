@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorlens.studies.intervals import interval, resampled_means
-from tensorlens.studies.report import Section, Table, with_interval, write_page
+from tensorlens.studies.report import Section, Table, interval, resampled_means, with_interval, write_page
 from tensorlens.studies.runs import Run
 from tensorlens.views.study_figures import CURVES, relation_bars, start_curves, start_points
 

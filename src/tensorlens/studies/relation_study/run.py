@@ -21,7 +21,6 @@ from tensorlens.models.inputs import tokenizer_of
 from tensorlens.models.modes import own_modes
 from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.plain_model import read_out
-from tensorlens.studies.relation_study.data import Fact, Problem, Relation, load_relations
 from tensorlens.studies.relation_study.decoding import (
     EMBEDDING,
     LocalLinear,
@@ -35,12 +34,16 @@ from tensorlens.studies.relation_study.decoding import (
     tune_scale,
 )
 from tensorlens.studies.relation_study.prompts import (
+    Fact,
     FactSplit,
+    Problem,
+    Relation,
     RelationPrompt,
     Tokens,
     align,
     chance,
     is_prefix_match,
+    load_relations,
     long_objects,
     majority,
     query_text,
