@@ -19,5 +19,5 @@ def _version(distribution: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """By import name, the installed version; ``"unknown"`` for a package that runs without being installed."""
+    """Installed versions by import name; ``"unknown"`` for a package that runs without being installed."""
     return {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}

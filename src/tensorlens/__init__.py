@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, with everything behind it imported the first time one is asked for: torch takes seconds."""
+    """Import a public name on its first use, because importing torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     surface = importlib.import_module("tensorlens.surface")

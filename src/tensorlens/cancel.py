@@ -25,7 +25,7 @@ def checking(callback: Callable[[], None]) -> Iterator[None]:
     """Within the block, `check()` calls `callback`.
 
     Args:
-        callback: Raises to stop the work. Use an exception that is no `Exception`, so that nothing swallows it.
+        callback: Raises to stop the work. Use a subclass of `BaseException` only, so that nothing swallows it.
     """
     token = _callback.set(callback)
     try:

@@ -132,7 +132,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         matrices: $M_n$ for each block.
         bias: $b_n$ for each block.
         outputs: ``"own"``: from a token to itself. ``"later"``: from a token to itself and all later ones, summed.
-        n_texts: How many texts it is the mean of.
+        n_texts: The number of texts averaged.
         first: The block of the first matrix; published lenses start after the first block.
         middle: The same matrices from the stream after the attention of each block, where these were asked for.
         middle_bias: Their constants.

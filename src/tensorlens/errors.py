@@ -73,7 +73,7 @@ def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:
 
 
 def install_line(extra: str) -> str:
-    """How to install this package with an extra: by its name, which no index has yet, and as it works today."""
+    """The install command for an extra: by the package's name, which is not on PyPI yet, and one that works today."""
     name = f"attention_tensorlens-{__version__}-py3-none-any.whl[{extra}]"
     is_clone = (Path(__file__).parents[2] / "constraints.txt").is_file()
     today = f"-c constraints.txt -e '.[{extra}]'" if is_clone else f'"{name}"'

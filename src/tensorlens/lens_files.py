@@ -1,8 +1,8 @@
-"""Lenses in files of others: the .pt layout of published Jacobian lenses, which TransformerLens reads and writes too.
+"""The .pt format of published Jacobian lenses, which TransformerLens reads and writes too.
 
 `J[layer]` leads from what block `layer` gives to what the last block gives, so it is the matrix of the state that
-enters block `layer` + 1. A fit that was interrupted holds sums instead (`jacobian_sum`, `n_done`). What that layout has
-no place for (the state that enters the first block, a bias) stands beside it under a key of our own.
+enters block `layer` + 1. A fit that was interrupted holds sums instead (`jacobian_sum`, `n_done`). What that format has
+no place for (the state that enters the first block, a bias) is stored under a key of our own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def lens_payload(matrices: Tensor, bias: Tensor, first: int, n_texts: int, meta:
         first: The block of the first matrix.
         n_texts: How many texts they are the mean of.
         meta: What is known of where it came from.
-        more: Plain values that come back when it is read here.
+        more: Plain values that are restored when the file is read here.
     """
     jacobians = {first + i - 1: matrix.clone() for i, matrix in enumerate(matrices) if first + i > 0}
     rules = meta.get("rules")

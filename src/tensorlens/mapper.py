@@ -31,8 +31,8 @@ EMPTY: dict[str, Any] = {
 class Mapper(Printed):
     """Adds maps to a batch of rows; it holds only settings until it is called, so it can be sent to other processes.
 
-    The columns added: `tokens` and `scores`, a list each, one entry per input token; `target`, `logit` and `bias_share`
-    as the map says; `prediction`, the class that the model ranks first. Missing values are an empty text or NaN.
+    It adds the columns `tokens` and `scores`, lists with one entry per input token; `target`, `logit` and `bias_share`
+    from the map; and `prediction`, the class that the model ranks first. Missing values are an empty text or NaN.
 
     >>> rows = {"text": ["A cat sat.", "It rained."]}
     >>> Mapper("smollm2-135m")(rows)["target"]  # doctest: +SKIP

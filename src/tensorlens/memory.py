@@ -72,7 +72,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _free_elsewhere() -> int:
-    """Where no file says it: asked of psutil, which is there with accelerate; else a guess."""
+    """Where no file reports it: ask psutil, which accelerate installs; otherwise guess."""
     try:
         import psutil  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
@@ -81,12 +81,12 @@ def _free_elsewhere() -> int:
 
 
 def bytes_on(device: torch.device, table: Mapping[str, int]) -> int:
-    """An entry of the tables by device; other accelerators are given what a CPU is."""
+    """An entry of the tables by device; other accelerators use the CPU's."""
     return table.get(device.type, table["cpu"])
 
 
 def clear_memory() -> None:
-    """Let go of what nobody uses, after memory ran out. To be called outside the handler, which holds the tensors."""
+    """Free unused memory after an out-of-memory error. Call it outside the handler, which holds the tensors."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -40,10 +40,10 @@ class Answer(Tabular):
 
     Attributes:
         text: The answer.
-        ids: Its tokens; the one that ended it is left out.
+        ids: Its tokens, without the one that ended it.
         offsets: Where each token is in the text; None for a token that is not part of it.
         prompt: What was asked.
-        tensor: T at prompt and answer together, the model's own earlier tokens as inputs.
+        tensor: T of prompt and answer together, with the earlier tokens of the answer as inputs.
         specimen: The model it came from, with its processor and rules.
         agreement: How well a server's log-probabilities agree with the model's, if given.
     """
@@ -113,17 +113,19 @@ class Answer(Tabular):
         Args:
             groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None,
                 and turns for chat messages. The tokens of pictures are columns of their own, or put together by
-                ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, left to bottom as parts.
+                ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``: left, top, right and
+                bottom as fractions.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
             target: ``"runner_up"``, the logit minus that of the likeliest other token (the default, as
                 `recommended("passage")` says); ``"centred"``, the logit minus the mean over the vocabulary (the default
                 with `against`); ``"logit"``.
             against: A different answer to the same prompt: the single row explains the difference between the two.
-            through: Follow what falls on the answer's own tokens to the prompt. A convention: nothing is summed.
+            through: Trace contributions through earlier answer tokens to the prompt. A convention: rows then
+                no longer sum to their targets.
             answer_columns: One column for each part of the answer instead of one for all.
-            set_aside: Tokens of the prompt, by position, with columns of their own, out of the colours though not out
-                of the sum: the first token carries what attention has no other place for.
+            set_aside: Positions in the prompt whose tokens get columns of their own, outside the colour scale but still
+                in the sum; for an attention sink such as the first token.
             engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
 
         Raises:

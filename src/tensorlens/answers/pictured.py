@@ -1,7 +1,7 @@
 """Prompts with pictures: chat messages as a processor renders them, and what a processor made.
 
 The tokens that stand for a picture are columns of their own, each with the part of the picture that it looks at. They
-are left out of the text, which is what the other tokens say.
+are not part of the text, which consists of the other tokens.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def beside(prompt: Prompt, n_answer: int) -> dict[str, Any]:
 
 
 def _of_answer(name: str, value: Tensor, prompt: Prompt) -> int:
-    """What a token of the answer has, of an argument with one number per token.
+    """The value of a token of the answer in an argument with one number per token.
 
     Its type is not that of pictures: some models number these 1 (Gemma 3), others everything before an answer 0
     (PaliGemma, whose prompt is read in both directions).
@@ -219,7 +219,7 @@ def columns_of(prompt: Prompt, text: Sequence[Group], labels: Sequence[str], reg
 
 
 def picture_places(prompt: Prompt, columns: Sequence[Group]) -> list[dict[str, Any]]:
-    """Each picture as a page lays a map over it: its data URI, and the column and box of each token."""
+    """Each picture for a page that lays a map over it: its data URI, and the column and box of each token."""
     column_of = {j: k for k, group in enumerate(columns) for j in group.tokens}
     return [
         {

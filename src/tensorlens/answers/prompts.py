@@ -66,7 +66,7 @@ def read_prompt(specimen: Specimen, prompt: Any) -> Prompt:
     """A prompt in any form that `Lens.answer` takes.
 
     Raises:
-        InputError: It is none, or longer than the model takes.
+        InputError: It is not a prompt, or is longer than the model accepts.
     """
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
         return _with_start(specimen, _chat(specimen, prompt))
@@ -116,7 +116,7 @@ def ids_of(
     """The ids of a text, and where each is in it if the tokenizer reports it.
 
     Args:
-        specimen: With the tokenizer.
+        specimen: The model with its tokenizer.
         text: The text.
         special: Whether the tokenizer adds its own special tokens.
         as_target: Whether it is what the model says, which some tokenizers cut differently from what it reads.
@@ -233,10 +233,10 @@ def _given_ids(answer: Any) -> tuple[int, ...]:
 def generated(
     specimen: Specimen, prompt: Prompt, *, max_new_tokens: int, seed: int | None, options: dict[str, Any]
 ) -> Continuation:
-    """What the model itself says, greedily unless the options say otherwise; the token that ends it is left out.
+    """The model's own answer, greedy unless the options say otherwise, without the token that ends it.
 
     Raises:
-        InputError: The model does not generate, options do not fit, or nothing came.
+        InputError: The model does not generate, options do not fit, or the answer is empty.
     """
     model = specimen.model
     if not callable(getattr(model, "generate", None)):

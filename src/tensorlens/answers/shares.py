@@ -112,11 +112,11 @@ class Shares(NamedTuple):
 
     Attributes:
         scores: (row, group).
-        bias: What the biases give of each row.
+        bias: The contribution of the biases to each row.
         values: What each row explains: scores and bias sum to it.
         engine: How it was computed, in words.
         bias_from: How the bias was found.
-        sink: What a held attention sink gives of the bias of each row; None if none is held.
+        sink: The part of each row's bias that comes from a held attention sink; None if none is held.
     """
 
     scores: Tensor
@@ -178,7 +178,7 @@ def _pushed(
     x = operator.input
 
     def push(some: Tensor) -> Tensor:
-        """What the linear part makes of the input of some groups alone: the targets (push, target)."""
+        """The targets (push, target) of the linear part applied to the inputs of some groups alone."""
         alone = x.new_zeros(len(some), *x.shape)
         for state, k in zip(alone, some.tolist(), strict=True):
             tokens = list(groups[k].tokens)
@@ -193,7 +193,7 @@ def _pushed(
 
 
 def through(found: Shares, n_prompt_groups: int) -> Tensor:
-    r"""Token rows with what falls on the answer's own tokens followed to the prompt: $(I - A)^{-1} P$.
+    r"""Token rows, with contributions of the answer's own tokens traced to the prompt: $(I - A)^{-1} P$.
 
     Rows are divided by their totals of magnitudes, $|A| + |P| + |bias|$, and multiplied by them again at the end. A is
     strictly lower, so that the inverse is a finite sum. This is a convention: the rows do not sum to the target.

@@ -1,1 +1,1 @@
-"""The doors: the command line and the explorer. They parse, call and print; everything else lives below."""
+"""The command line and the explorer. They parse, call and print; everything else is in the layers below."""

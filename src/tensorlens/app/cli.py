@@ -76,7 +76,7 @@ def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[...
             with _quietly(quiet):
                 command(*given, **values)
         except KeyboardInterrupt:
-            if "RANK" not in os.environ:  # of several processes, the one that started them speaks for all
+            if "RANK" not in os.environ:  # of several processes, only the one that started them prints
                 more = " Run the same command again to resume." if continues else ""
                 typer.echo(f"\ntensorlens: stopped.{more}", err=True)
             raise typer.Exit(STOPPED) from None
@@ -90,7 +90,7 @@ def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[...
 
 @contextmanager
 def _quietly(quiet: bool) -> Iterator[None]:
-    """Standard error goes nowhere: stages, bars, hints and warnings. Errors are raised, and printed outside."""
+    """Discard stages, progress bars, hints and warnings on standard error. Errors are raised, and printed outside."""
     if not quiet:
         yield
         return

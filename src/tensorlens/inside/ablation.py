@@ -1,4 +1,4 @@
-r"""`Ablation`: the model run with components switched off, beside what T said of it.
+r"""`Ablation`: the model run with components switched off, beside T's prediction.
 
 With the components of a set S held at other values at once, the frozen target changes by
 
@@ -46,8 +46,9 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
         to: What stands in their place: ``"zero"`` or their ``"mean"``.
         target: What is measured.
         value: The target as it was.
-        predicted: The target by T, in which everything else is held: the path from one of them through another is cut.
-        true: The target in the model, in which everything after them moves.
+        predicted: The target according to T, which keeps everything else fixed; paths from one of them through another
+            are cut.
+        true: The target in the model, where everything after them may change.
         before: What the model said.
         after: What it says without them.
         meta: Model, versions, rules, blocks, output.

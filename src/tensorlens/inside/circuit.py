@@ -1,9 +1,9 @@
-r"""`Circuit`: the edges or nodes that carry what a clean input has over a corrupted one, scored, selected and judged.
+r"""`Circuit`: the edges or nodes that carry the difference of a clean and a corrupted input: scored, selected, tested.
 
     edge(b → r) = ⟨λ_r, y_b(clean) − y_b(corrupted)⟩,   Σ_r edge(b → r) = ⟨λ_b, y_b(clean) − y_b(corrupted)⟩
 
 with λ_r the target's cotangent where r reads the stream, pulled through r alone. The rules of the lens say what λ is;
-integrated gradients, averaged along the way from the corrupted input to the clean one (EAP-IG), are its rival.
+integrated gradients, averaged along the way from the corrupted input to the clean one (EAP-IG), are the alternative.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class InputPair:
 
     @property
     def gap(self) -> float:
-        """What the clean input has over the corrupted one."""
+        """The difference between the clean and the corrupted input."""
         return self.value - self.corrupted.value
 
 
@@ -70,7 +70,7 @@ class Circuit:
         writers: The embedding and all components, in order.
         readers: All components and the target, in order.
         scores: (reader, writer) for edges, (writer,) for nodes: how much of the target it carries, averaged over pairs.
-        effects: (writer,): the same of all that a writer gives; edges sum to it over readers.
+        effects: (writer,): the same for everything that a writer writes; edges sum to it over readers.
         is_wired: (reader, writer): which edges there are.
         target: What is explained.
         value: The target in the clean run less that in the corrupted one, averaged over pairs.
@@ -139,10 +139,10 @@ class Circuit:
 
         Args:
             share: This share of all of them, the heaviest.
-            count: So many of them, the heaviest.
-            budget: At most so many edges, none of which leads nowhere: the heaviest set in which every edge is on a
-                path from the embedding to the target, by an integer programme (needs scipy).
-            order: By ``"magnitude"``, or ``"signed"``: what speaks for the target first.
+            count: This number of them, the heaviest.
+            budget: At most this number of edges without dead ends: the heaviest set in which every edge is on a path
+                from the embedding to the target, by an integer programme (needs scipy).
+            order: By ``"magnitude"``, or ``"signed"``: what supports the target first.
         """
         if [share, count, budget].count(None) != 2:
             raise InputError("Expected one of `share`, `count` and `budget`.")
@@ -165,7 +165,7 @@ class Circuit:
     def faithfulness(
         self, shares: Sequence[float | int] = SHARES, *, order: Order = "magnitude", progress: bool | None = None
     ) -> Faithfulness:
-        """Run the model with everything outside of circuits of growing size as it is for the corrupted input.
+        """Run the model with everything outside circuits of growing size as it is for the corrupted input.
 
         Args:
             shares: Sizes as shares of all edges or nodes; 0 and 1 are always among them.
@@ -299,14 +299,14 @@ def circuit(
     out_token: int = OUT_TOKEN,
     progress: bool | None = None,
 ) -> Circuit:
-    r"""Which edges between components carry what a clean input has over a corrupted one?
+    r"""Which edges between components carry the difference between a clean and a corrupted input?
 
     Args:
-        lens: A lens on the model; its rules say how cotangents go back.
+        lens: A lens on the model; its rules decide how cotangents are pulled back.
         clean: An input, or a list of texts or of inputs as `lens` takes them.
-        corrupted: The same with something changed, of the same length in tokens; as many as there are clean ones.
-        target: As for `patching`; for several pairs one for all, or a list with one for each.
-        unit: ``"edges"`` between components, or ``"nodes"``: components with all that they give.
+        corrupted: The same input with something changed, of the same length in tokens; one for each clean one.
+        target: As for `patching`; for several pairs one target for all, or a list with one per pair.
+        unit: ``"edges"`` between components, or ``"nodes"``: components with everything they write.
         scores: ``"rules"``: $⟨λ, y(clean) - y(corrupted)⟩$ under the rules of the lens. ``"integrated"``: with λ the
             gradient of the model averaged along the way from the corrupted input to the clean one (EAP-IG).
         steps: Points on that way.
@@ -314,7 +314,7 @@ def circuit(
         progress: Whether to show a progress bar; on a terminal if None.
 
     Raises:
-        MethodError: the residual stream of the model is not a plain sum of what its modules give.
+        MethodError: the residual stream of the model is not a plain sum of the outputs of its modules.
     """
     if unit not in get_args(Unit):
         raise InputError(f"`unit` must be 'edges' or 'nodes'; got {unit!r:.60}.")

@@ -3,7 +3,7 @@ r"""The heaviest connected circuit within a budget, as an integer programme.
     maximise Σ_e |w_e| x_e   over x ∈ {0, 1}^edges
     Σ_e x_e ≤ budget,   x_{b→r} ≤ z_b,   x_{b→r} ≤ z_r,   z_c ≤ Σ_b x_{b→c},   z_c ≤ Σ_r x_{c→r}
 
-with z_c whether component c is in it: whatever is in has something that flows in, and something that it flows to. The
+with z_c = 1 if component c is in the circuit: every component in it has an edge in and an edge out. The
 embedding needs no edge into it, and the target none out of it.
 """
 
@@ -22,7 +22,7 @@ CANDIDATES = 20
 
 SECONDS = 60.0
 GAP = 1e-3
-"""The programme stops when it is proved to be so near the best, or after so many seconds."""
+"""The search stops once it is proved to be this near the optimum, or after this number of seconds."""
 
 
 def best_connected(weights: Tensor, is_wired: Tensor, budget: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`ComponentMap`: what each head, feed-forward and bias carries of a target at every token, and how it is found."""
+"""`ComponentMap`: how much of a target each head, feed-forward and bias carries at every token, and how it is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Effect = Literal["total", "direct"]
 
 
 class TopComponent(NamedTuple):
-    """One of the components that carry most: its score over all tokens, and the token where it carries most."""
+    """A component with a large score: the score over all tokens, and the token with the largest part of it."""
 
     component: Component
     score: float
@@ -36,7 +36,7 @@ class TopComponent(NamedTuple):
 
 
 class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_map/2"):
-    r"""What each component carries of a target at every token.
+    r"""How much of a target each component carries at every token.
 
     Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes
     through several components counts in each; at every depth, the flow and the biases after it sum to the target.
@@ -100,7 +100,7 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
         return Table(as_array(self.scores), [*map(str, self.labels)], self.tokens)
 
     def flow(self) -> Float[Tensor, "depth token"]:
-        """What the state at each depth and token carries of the target; of total effects, row 0 is the In+Class map."""
+        """The part of the target at each depth and token; for total effects, row 0 is the In+Class map."""
         return self.depths.clone()
 
     def heads(self) -> Float[Tensor, "block head"]:
@@ -190,7 +190,7 @@ def total(run: Pass) -> Found:
 
 
 def carried(run: Pass, n: int) -> Tensor:
-    """What depth n carries: the state that enters block n; with an encoder, what waits beside it too."""
+    """The flow at depth n: of the state that enters block n, and with an encoder of the states beside it."""
     waiting, values, parts = run.waiting(n), run.pieces.at_cuts, []
     for slot in run.recording.slots[n]:
         u = waiting.get(slot, torch.zeros_like(values[slot]))
@@ -204,7 +204,7 @@ def carried(run: Pass, n: int) -> Tensor:
 def direct(run: Pass) -> Found:
     r"""$d_c = ⟨λʳ, y_c⟩$ with λʳ pulled along the stream alone, past all components.
 
-    What the constants on the stream itself give (norms after a sum, the final norm, the unembedding) are biases:
+    Constants on the stream itself (of norms after a sum, the final norm, the unembedding) count as biases:
     between two places of the stream $s' = A s + c$, they give $⟨λ', s'⟩ - ⟨λ, s⟩$; those of the head stand at the
     output explained. All scores sum to the target.
     """

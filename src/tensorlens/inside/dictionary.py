@@ -1,4 +1,4 @@
-r"""`Dictionary`: sparse features that read a state and write a component, from files of others or trained here.
+r"""`Dictionary`: sparse features that read a state and write a component, from published files or trained here.
 
 A dictionary reads f = σ(W_enc x + b_enc) at one place and writes Σ_k f_k d_k + b_dec where a feed-forward or an
 attention writes. With everything held, feature k at token i is a component: what it wrote is f_k d_k, so
@@ -28,7 +28,7 @@ from tensorlens.maps.targets import Feature
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
-"""What features read: what the component gives, what it takes (behind its norm), or the stream before the norm."""
+"""What features read: the component's output, its input (after its norm), or the stream before the norm."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,8 +39,8 @@ class Encoder:
         weight: (feature, channel).
         bias: (feature,).
         threshold: (feature,): below it a feature is not active (JumpReLU).
-        k: How many are active at a token (top-k); without either, those above zero (ReLU).
-        block: The block that they read; the one of what they write if None.
+        k: Number of active features per token (top-k); with neither, those above zero are active (ReLU).
+        block: The block that they read; if None, the one that they write to.
         reads: Where in it.
     """
 
@@ -77,10 +77,10 @@ class Dictionary:
     r"""Features of one component: what they read, and what they write.
 
     Attributes:
-        encoders: One, or of a cross-layer transcoder one for each block that it reads.
+        encoders: One; for a cross-layer transcoder, one for each block that it reads.
         decoders: The write vectors (feature, channel) of each.
         bias: b_dec (channel,).
-        component: What it takes apart: ``"feed-forward"`` or ``"attention"``.
+        component: What it decomposes: ``"feed-forward"`` or ``"attention"``.
         meta: Where it came from.
     """
 
@@ -111,8 +111,8 @@ class Dictionary:
         """A feature as the target of `T.components`, `T.graph` and of the method ``tensor.in_class`` of `T.map`.
 
         Args:
-            number: Which one; of a cross-layer dictionary, of those that read this block.
-            block: The block that it takes apart; by default the one that it was made for.
+            number: Which one; in a cross-layer dictionary, among those that read this block.
+            block: The block that it decomposes; by default the one that it was made for.
         """
         block = self.meta.get("block") if block is None else block
         found = next((one for one in self.encoders if one.block in (None, block)), None)
@@ -183,8 +183,8 @@ class Dictionary:
         Args:
             lens: A lens on the model.
             texts: What the lens takes; every token of every text counts.
-            block: The block whose feed-forward it takes apart.
-            kind: ``"dictionary"`` reads what the feed-forward gives, ``"transcoder"`` what it takes.
+            block: The block whose feed-forward it decomposes.
+            kind: ``"dictionary"`` reads the output of the feed-forward, ``"transcoder"`` its input.
             n_features: How many features; four times the channels if None.
             k: How many are active at a token.
             steps: Steps of Adam.
@@ -193,7 +193,7 @@ class Dictionary:
             progress: Whether to show a progress bar; on a terminal if None.
 
         Returns:
-            The dictionary; `meta["error_share"]` is the part of the variance of tokens held out that is error.
+            The dictionary; `meta["error_share"]` is the unexplained share of the variance on held-out tokens.
         """
         from tensorlens.inside.dictionary_training import gathered_states, trained_parts
 
@@ -213,7 +213,7 @@ class Dictionary:
         return cls(encoders=(replace(encoder, reads=reads),), decoders=(decoder,), bias=centre, meta=meta)
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder as SAELens has it, which `load` reads."""
+        """Write a folder in SAELens' format, which `load` reads."""
         folder = Path(folder)
         if len(self.encoders) != 1:
             raise InputError("A cross-layer dictionary has no SAELens format; expected one that reads one block.")

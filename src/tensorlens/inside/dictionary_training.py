@@ -1,4 +1,4 @@
-"""Training a small top-k dictionary or transcoder on what one component of a model takes and gives."""
+"""Training a small top-k dictionary or transcoder on the inputs and outputs of one component of a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REVIVED_EVERY = 200
 
 
 def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:
-    """What the feed-forward of a block takes and gives, (token, channel) each, at all tokens of some texts."""
+    """The inputs and outputs of a block's feed-forward, (token, channel) each, at all tokens of some texts."""
     rest = iter(texts)
     first = next(rest, None)
     if first is None:
@@ -101,7 +101,7 @@ def trained_parts(
 
 
 def _revive(made: list[Tensor], seen: Tensor, x: Tensor, rest: Tensor) -> None:
-    """Let features that were never active read and write what is explained worst."""
+    """Restart features that were never active at the tokens that are explained worst."""
     dead = (~seen).nonzero()[:, 0]
     worst = rest.square().sum(1).argsort(descending=True)[: len(dead)]
     dead = dead[: len(worst)]

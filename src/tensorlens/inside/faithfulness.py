@@ -40,8 +40,8 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
         curve: (share of all edges or nodes, f): 0 is the corrupted run, 1 the clean one.
         cpr: The area under f; more is better, and above 1 circuits overshoot.
         cmd: The area between f and 1; less is better.
-        interval: 95 % of the means of pairs drawn anew, of `cpr`; of one pair, that pair's.
-        cmd_interval: The same of `cmd`.
+        interval: 95 % bootstrap interval of `cpr` over pairs; for one pair, its own value.
+        cmd_interval: The same for `cmd`.
         n_pairs: How many pairs of inputs.
         unit: ``"edges"`` or ``"nodes"``.
         size: How many of them there are.

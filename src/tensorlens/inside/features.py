@@ -1,4 +1,4 @@
-"""The features of a dictionary at one input: what each read, what it wrote, and what is left over."""
+"""The features of a dictionary at one input: what each read, what it wrote, and the remaining error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActiveFeature:
 
 @dataclass(frozen=True, eq=False)
 class FeatureParts:
-    """What a write is taken apart into: active features, the decoder's bias, and the error (token, channel)."""
+    """The parts of a write: active features, the decoder's bias, and the error (token, channel)."""
 
     features: tuple[ActiveFeature, ...]
     bias: Tensor

@@ -1,4 +1,4 @@
-r"""`ComponentGraph`: components at tokens, what each gave to which, and how the graph of a target grows.
+r"""`ComponentGraph`: components at tokens, what each contributed to which, and how the graph of a target grows.
 
 The edge from b to c is ⟨λ_c pulled from c to the place where it reads the stream, and along it, y_b⟩. What enters c
 sums to its total effect:
@@ -56,10 +56,10 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes:
         component: Which one; of kind ``"target"`` for the target itself.
         token: Where.
-        value: Its total effect $e_c = ⟨λ_c, y_c⟩$ at this token; of the embedding and of biases, into which nothing
-            flows, what they gave to the nodes of the graph.
-        constant: What biases inside it give of that.
-        cut: What the edges that were left out give: the value less the constant and the edges into it.
+        value: Its total effect $e_c = ⟨λ_c, y_c⟩$ at this token. For the embedding and biases, into which nothing
+            flows, what they contributed to the nodes of the graph.
+        constant: The part of it that comes from biases inside.
+        cut: The contribution of the edges that were left out: the value minus the constant and the edges into it.
     """
 
     component: Component
@@ -70,7 +70,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one node gave to another, by the residual stream alone. Numbers count nodes."""
+    """What one node contributed to another, along the residual stream alone. Numbers count nodes."""
 
     source: Index
     target: Index
@@ -88,7 +88,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         tokens: A label for each token.
         target: What is explained.
         value: The number that is explained.
-        share: The part of the magnitude of all that flows into the nodes that the edges carry.
+        share: The share of the magnitude of everything that flows into the nodes that is on the edges.
         meta: Model, versions, rules, blocks, output; the share and the number of nodes that were asked for.
     """
 
@@ -120,7 +120,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         return headline_of(self.meta, self.target)
 
     def _table(self) -> Table:
-        """Weights: row t, column s is what node s gave to node t."""
+        """Weights: row t, column s is what node s contributed to node t."""
         names = [self.name(i) for i in range(len(self.nodes))]
         weights = np.zeros((len(names), len(names)))
         for edge in self.edges:
@@ -233,7 +233,7 @@ def component_graph(asked: Explained, share: float, max_nodes: int, finer: Finer
 
 @dataclass
 class Growing:
-    """A node while the graph grows: what it is worth, what constants inside it give, and what flowed in so far."""
+    """A node while the graph grows: its value, the part of constants inside it, and what flowed in so far."""
 
     key: Key
     value: float = 0.0
@@ -311,7 +311,7 @@ class Growth:
             heapq.heappush(self._ahead, (-abs(self._offered[node][-1][0]), node))
 
     def _keep(self, weight: float, node: int, key: Key) -> list[int]:
-        """Keep an edge; its source is to be opened if it is new and something flows into it."""
+        """Keep an edge; its source is opened next if it is new and something flows into it."""
         is_new = key not in self._places
         place = self._places.setdefault(key, len(self._growing))
         if is_new:

@@ -5,7 +5,7 @@ What a head read of token j, over all tokens where it wrote:
     r_{h,j} = Σ_i A_{h,ij} ⟨λ_{h,i}, v_{h,j}⟩,   Σ_j r_{h,j} = e_h
 
 The strongest thing that a head read is the pair of tokens with the largest $|A_{h,ij}⟨λ_{h,i}, v_{h,j}⟩|$: at i it
-looked at j, and what it took from there moved the target most. The score that made it look there says why.
+looked at j, and what it read there moved the target most. The score behind that look says why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_READ = 1024
 
 
 MOST_ROWS = 16
-"""How many rows and columns of a pair map a picture shows; the weakest go into one of all others."""
+"""How many rows and columns of a pair map a picture shows; the others are summed into one."""
 
 
 class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +94,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
     heads: tuple[HeadRead, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that all of it is of the same tokens."""
+        """Check that all parts are about the same tokens."""
         super().__post_init__()
         n_tokens = len(self.total.tokens)
         sizes = {len(self.direct.tokens), len(self.graph.tokens), *(len(one.read) for one in self.heads)}

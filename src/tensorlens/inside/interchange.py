@@ -1,4 +1,4 @@
-"""Graphs as others read them: the JSON of circuit-tracer, which its own page and Neuronpedia draw."""
+"""Graphs in the format of other tools: the JSON of circuit-tracer, which its own page and Neuronpedia draw."""
 
 from __future__ import annotations
 

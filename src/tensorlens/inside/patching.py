@@ -43,7 +43,7 @@ Values = Callable[[Part], Tensor]
 
 
 class Correlation(NamedTuple):
-    """How predicted and true effects agree: Pearson's and Spearman's correlation, and over how many."""
+    """How well predicted and true effects agree: Pearson's and Spearman's correlation, and the number of effects."""
 
     pearson: float
     rank: float
@@ -55,8 +55,9 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
 
     Attributes:
         labels: Attention outputs, heads and feed-forwards.
-        predicted: What T says of each: the change of the target.
-        true: What the model does, NaN for what no single module gives out or was not asked for; None unless it was.
+        predicted: T's prediction for each: the change of the target.
+        true: The change in the model; NaN if no single module outputs the component, or if it was not patched. None
+            without `verify`.
         robust: The magnitude of each effect with one block's cotangent dropped at a time, where it was asked for: large
             where effects along different ways cancel in `predicted`.
         missed: The largest true effect of random halves of all that was not patched alone, where only the best were.
@@ -141,15 +142,15 @@ def patching(
     Args:
         lens: A lens on the model.
         clean: The input whose target is measured.
-        corrupted: Another one of the same length, whose components are put in.
+        corrupted: An input of the same length, whose components are patched in.
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
         verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run. A
             number k patches the k best alone, by `robust` where there is one, and random halves of the rest together.
         queries_and_keys: Whether to add each head's queries and keys, by the true softmax: where it is saturated, its
-            derivative sees nothing. Needs fused attention.
-        drop: Whether to find effects that cancel, by a pull for each block with its cotangent dropped.
-        progress: Whether to show a progress bar of that; on a terminal if None.
+            derivative is zero. Needs fused attention.
+        drop: Whether to find effects that cancel, by one pull per block with its cotangent dropped.
+        progress: Whether to show a progress bar; on a terminal if None.
     """
     asked = Explained.of(lens(clean), out_token, target)
     run = asked.run()

@@ -54,12 +54,11 @@ class InsideQuestions(ComputedByAnother):
                 target, of which the earlier components are explained.
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all paths from a component to the target.
                 ``"direct"``: the path along the residual stream alone; these sum to the target.
-            neurons: Blocks whose feed-forwards are to be taken apart into neurons: the channels that enter their last
-                matrix.
-            experts: Blocks whose feed-forwards are to be taken apart into the experts that were chosen; elsewhere a
-                mixture of experts is one feed-forward.
-            features: Dictionaries by block. What they take apart becomes their active features, the decoder's bias and
-                the error, which sum to it; `meta["error_share"]` is the part of its variance that is error.
+            neurons: Blocks whose feed-forwards are split into neurons: the channels that enter their last matrix.
+            experts: Blocks whose feed-forwards are split into the chosen experts; elsewhere a mixture of experts is one
+                feed-forward.
+            features: Dictionaries by block. What they decompose becomes their active features, the decoder's bias and
+                the error, which sum to it; `meta["error_share"]` is the error's share of its variance.
         """
         start, stop = self.operator.span
         named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]
@@ -87,13 +86,13 @@ class InsideQuestions(ComputedByAnother):
         r"""What flowed from the input to a target, by which components and tokens: nodes and signed edges.
 
         The edge from b to c is $⟨λ^c, y_b⟩$ with $λ^c$ the cotangent of c where it reads the stream, pulled along the
-        stream alone; what enters a node sums to its total effect. The graph grows from the target, the heaviest edge
+        stream alone; the edges into a node sum to its total effect. The graph grows from the target, the heaviest edge
         first.
 
         Args:
             out_token: The output to explain.
             target: As for `map`; None explains the model's own prediction.
-            share: Stop when the edges carry this part of the magnitude of all that flows into the nodes.
+            share: Stop when the edges carry this share of the magnitude of everything that flows into the nodes.
             max_nodes: Add no more nodes than this; the record says which share was reached.
             features: As for `components`: nodes are features then, and the edge from b to feature k is what b gave to
                 the row of the encoder that k reads by, the feature being held as active.
@@ -118,7 +117,8 @@ class InsideQuestions(ComputedByAnother):
             target: As for `map`; None explains the model's own prediction.
             share: As for `graph`.
             max_nodes: As for `graph`.
-            n_whys: For how many of the strongest heads to say why they looked where they did: two pair maps each.
+            n_whys: Number of heads, the strongest first, for which to say why they looked where they did: two pair
+                maps each.
         """
         check_whole(n_whys, "n_whys")
         return look_inside(self._explained(out_token, target), share, max_nodes, n_whys)
@@ -137,8 +137,8 @@ class InsideQuestions(ComputedByAnother):
     ) -> TokenMap:
         r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
-        Rows are what the query read, columns what the key read, the bias last in both; all sums to the score, with
-        what the model adds to it in the last corner.
+        Rows are what the query read, columns what the key read, the bias last in both. The sum of all entries is the
+        score; the last corner includes what the model adds to it.
 
         Args:
             block: Which one.
@@ -147,9 +147,9 @@ class InsideQuestions(ComputedByAnother):
             key: The token it looks at, or a pair of them for the difference of two scores.
             by: ``"token"``: pairs of input tokens. ``"component"``: pairs of earlier components, by what each wrote to
                 the stream where the query and the key read it.
-            attention: Which attention of the block, from 0, where it has several. Queries and keys count the tokens
-                that this attention has.
-            groups: As for `map`: the rows and the columns of each group summed, the bias apart.
+            attention: Which attention layer of the block, from 0, if it has several. Queries and keys count the tokens
+                of this layer.
+            groups: As for `map`: rows and columns are summed by group, the bias apart.
         """
         own = ("model", "versions", "blocks", "heads", "rules")
         meta = {name: value for name, value in self.meta().items() if name in own}
@@ -186,7 +186,7 @@ class InsideQuestions(ComputedByAnother):
     def map_of_feature(
         self, target: Feature, out_tokens: Sequence[int], method: str = METHOD_OF_CLASSES, groups: Groups | None = None
     ) -> TokenMap:
-        r"""What each input gives to a feature at some tokens: $⟨\partial t/\partial x_j, x_j⟩$, one pull for each."""
+        r"""Contributions of inputs to a feature at some tokens: $⟨\partial t/\partial x_j, x_j⟩$, one pull each."""
         if method != METHOD_OF_CLASSES:
             raise MethodError(f"A feature is a target of `{METHOD_OF_CLASSES}` alone; got `{method}`.")
         runs = [self._explained(i, target).run() for i in out_tokens]

@@ -12,7 +12,7 @@ there, so that
 
     q_i = Σ_b U_b + u,   U_b = (∂q_i/∂s) y_b along the stream alone,   k_j = Σ_b V_b + v.
 
-What becomes of $q_iᵀk_j$ on its way to the softmax is read from the program. A fused kernel has scale and mask as
+The steps from $q_iᵀk_j$ to the softmax are read from the program. A fused kernel has scale and mask as
 arguments of its step. Where attention is spelled out, c is the derivative of what enters the softmax by the product,
 and m what enters it where the product is zero.
 """
@@ -44,7 +44,7 @@ from tensorlens.recording.recording import Recording, Span
 By = Literal["token", "component"]
 
 ROUNDING = 64
-"""Components below this many roundings of the largest wrote nothing: an output projection without a bias."""
+"""Components below this many rounding errors of the largest are dropped: an output projection without a bias."""
 
 
 class Vector(NamedTuple):
@@ -311,7 +311,7 @@ def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
             f"and keys to a softmax. Use `tensor.in_class`."
         )
     cap = _slope_of_cap(program, at_x, place)
-    # Where a mask puts in another number, nothing is left of the product.
+    # Where a mask puts in a different number, nothing is left of the product.
     is_masked = factor == 0 or _is_lowest(at_zero)
     return ScoreLine(factor, float(at_zero), is_masked) if cap is None else ScoreLine(factor / cap, 0.0, is_masked)
 

@@ -1,4 +1,4 @@
-"""Where the model itself holds components, and runs of it in which they are read or replaced there, row by row.
+"""Where the model itself computes components, and runs of it in which they are read or replaced there, row by row.
 
 A whole write is what some module gives out; the heads of an attention are what its output projection takes in. One run
 may have several rows, each with its own input or its own changes, since samples of a batch do not touch each other; an
@@ -27,7 +27,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.tolerances import repeated
 
 TOKENS_TOGETHER = {"cuda": 2**15, "cpu": 2**11}
-"""Tokens of all rows of one run; more would not fill the device better."""
+"""Tokens of all rows of one run; more would not use the device better."""
 
 Arguments = Mapping[str, Any]
 
@@ -189,7 +189,7 @@ def edited_logits(run: Pass, changes: Sequence[Sequence[Edit]]) -> list[Tensor |
 
 
 def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Part, Seat | None]) -> Tensor | None:
-    """What the model ends with where each row has edits of its own; None if it does not take so many rows."""
+    """The end of a run in which each row has edits of its own; None if the model does not take so many rows."""
     model = run.recording.from_model("A run of the model").model
     by_module: dict[tuple[str, bool], list[tuple[int, Edit, Seat]]] = {}
     for row, edits in enumerate(rows):

@@ -39,7 +39,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             ``"part 1"``, ``"part 2"``; what is written after a block and before the next is ``"between blocks"``. A
             second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. Where neurons were asked for,
             ``"neuron"`` and ``"feed-forward bias"``; where experts were, ``"expert"``, and ``"feed-forward"`` for what
-            belongs to no expert. Where features were, ``"feature"``, ``"decoder bias"`` and ``"error"``; those of a
+            belongs to no expert. Where features were, ``"feature"``, ``"decoder bias"`` and ``"error"``; features of a
             cross-layer dictionary that read an earlier block are ``"feature of block 3"``.
         block: The block it is in, if any.
         head: Its number, if it is a head.

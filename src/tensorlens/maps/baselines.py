@@ -68,7 +68,7 @@ def _glob_enc(block: Decomposition, rows: slice) -> Matrices:
 
 
 def _alti(block: Decomposition, rows: slice) -> Matrices:
-    r"""How close each source comes to the whole (Ferrando et al. 2022).
+    r"""How close the contribution of each source is to the whole (Ferrando et al. 2022).
 
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
     Rows are divided by their sum; one in which no source comes near keeps its own token.
@@ -125,7 +125,7 @@ def average(matrices: Sequence[Matrices], *, raw: bool = False) -> Matrices:
 
 
 def without_sink_column(matrix: Matrices) -> Matrices:
-    """The same map with the first column dropped and rows divided by their sums.
+    """The map without its first column, with rows divided by their sums.
 
     A causal rollout ends in its first token, which attends to nothing but itself. The first row is left as it is.
     """

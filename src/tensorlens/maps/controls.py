@@ -1,6 +1,6 @@
-"""Controls: rankings that do not use the model. A method that does not beat them says nothing.
+"""Controls: rankings that do not use the model. A useful method must beat them.
 
-For decoders, recency is the one to watch: near tokens matter most to a language model whatever happens inside it.
+For decoders, recency is the strongest: near tokens matter most to a language model, whatever happens inside it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> Token
 
 
 def _by_place(question: Question, of: Callable[[int], Tensor]) -> Scored:
-    """Scores of each sample's own length, filled up with zeros where others are longer."""
+    """Scores of each sample's own length, padded with zeros where others are longer."""
     lengths = question.lengths or (len(question.operator.input),) * (max(question.of) + 1)
     rows = [of(lengths[sample]) for sample in question.of]
     longest = max(map(len, rows))

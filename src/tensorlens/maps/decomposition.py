@@ -6,7 +6,7 @@ For output i and source j, in the notation of Kobayashi et al.:
 - $s_{ij}$: the same after what stands between attention and the residual sum (a norm, a layer scale);
 - $y_{ij} = \delta_{ij} x_i + s_{ij}$: with the residual; $\sum_j y_{ij}$ and the output bias make the residual stream.
 
-Tensors of this library leave value biases to B; these measures, after their sources, do not. Of several samples that
+T leaves value biases to B; these measures, as in the papers they come from, do not. Of several samples that
 were recorded together every tensor has an axis for samples in front.
 """
 
@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    r"""What each source token gives to each output within one block.
+    r"""What each source token contributes to each output within one block.
 
     Attributes:
         recording: The pass.
@@ -103,12 +103,12 @@ class Decomposition:
         return vectors
 
     def attended(self, rows: slice) -> Vectors:
-        """What each source gives to the output of the attention sub-block, the norm behind it included (post-LN)."""
+        """What each source contributes to the attention sub-block's output, after its norm (post-LN)."""
         return self.first(self.with_residual(rows), rows)
 
     @cached_property
     def output(self) -> Float[Tensor, "*sample token channel"]:
-        """The true output of the attention sub-block: biases, and the norm behind it (post-LN), included."""
+        """The true output of the attention sub-block, including biases and the norm after it (post-LN)."""
         found = self.wiring
         outs = [path for path in found.own if path.source == found.mixing.slot]
         paths = outs if found.is_parallel else [Path(found.start, self.first.pieces)]

@@ -1,6 +1,6 @@
 """Defaults for what a question leaves open: the method, the output, the prediction; `MapQuestion` fills them in.
 
-Every place that answers a question asks here, and the signatures of users' functions take their defaults from here.
+Every interface uses these, and so do the signatures of public functions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ METHOD_OF_PICTURES = "tensor.contribution"
 """The first method for a picture in a model without a head."""
 
 OUT_TOKEN = -1
-"""The output of questions about one of them: the last, which in a decoder predicts what comes next."""
+"""The output of a question about one output: the last, which in a decoder predicts the next token."""
 
 SHARE, MAX_NODES = 0.8, 200
 """Where a graph stops growing: the share of what flows into its nodes, and how many of them there may be."""
 
 
 def one_output(recording: Recording, out_token: int) -> int:
-    """The output that is meant; a head that reads the whole input at once has only one."""
+    """The requested output; a head that reads the whole input at once has only one."""
     return 0 if recording.pools else check_token(out_token, recording.states[-1].shape[1])
 
 

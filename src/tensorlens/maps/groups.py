@@ -20,7 +20,7 @@ from tensorlens.errors import InputError
 from tensorlens.models.pictures import Box, cells
 
 REST = "rest"
-"""The group of the tokens that belong to no other."""
+"""The group of the tokens that belong to no other group."""
 
 NAMED = ("tokens", "words", "sentences", "lines")
 """Groups that are found in the text."""
@@ -109,7 +109,7 @@ def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, as
 
     Args:
         meta: That of the map by tokens.
-        groups: What they were put together into.
+        groups: The groups.
         name: What to call the groups.
         aside: Tokens that were set aside by choice; so are the groups with one of them.
     """
@@ -132,8 +132,8 @@ def _is_run(tokens: Sequence[int]) -> bool:
 def sentences(text: str) -> list[Passage]:
     """The sentences of a text, which they cover.
 
-    A sentence ends after a mark that ends sentences and before white space, at an empty line and before an item of a
-    list; initials and a few abbreviations end none. A space between two belongs to the second, as tokenizers have it.
+    A sentence ends at a sentence mark before white space, at an empty line, and before an item of a list, but not at
+    initials and a few abbreviations. A space between two belongs to the second, as tokenizers have it.
     """
     ends = [
         found.end() for found in _END.finditer(text) if not _SHORT.search(text[max(0, found.end() - 12) : found.end()])

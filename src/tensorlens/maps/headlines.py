@@ -1,4 +1,4 @@
-"""`Headlined`: what a person asks of one output, read as weights on logits, with the question in one sentence."""
+"""`Headlined`: a question about one output, read as weights on logits, with the question in one sentence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Headlined:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What a map carries of it, so that every view says the same headline."""
+        """What a map stores of it, so every view shows the same headline."""
         why = {
             "target": self.asked.target,
             "probability": self.probability,

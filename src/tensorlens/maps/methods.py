@@ -93,7 +93,7 @@ class Question:
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is about all samples of a recording, a row for each, and not about one of them."""
+        """Whether it is about all samples of a recording, with one row per sample."""
         return len(self.lengths) > 1
 
     @cached_property
@@ -179,7 +179,7 @@ class Question:
     # Pulls ------------------------------------------------------------------------------------------------------------
 
     def weigh(self, starts: Tensor) -> Weighed:
-        r"""$⟨(T^\top u)_j, x_j⟩$ for a cotangent (row, channel) at each row's output, by input token."""
+        r"""$⟨(T^\top u)_j, x_j⟩$ by input token, for a cotangent (row, channel) at each row's output."""
         if not self.is_batch:
             return self._weigh_one(starts)
         x = self.recording.states[0]
@@ -244,7 +244,7 @@ class Question:
 
 
 class Weighed(NamedTuple):
-    """Scores (row, token), and the sums of magnitudes over channels that they are what is left of."""
+    """Scores (row, token), and the sums of magnitudes over channels before cancellation."""
 
     scores: Tensor
     sizes: Tensor
@@ -277,7 +277,7 @@ class Scored:
         notes: More for the `meta` of every map.
         by_row: Numbers per row for the `meta`, by name.
         chosen: The target of each row, where it explains one.
-        names: What these are called, once they are known.
+        names: The names of these targets, once they are known.
     """
 
     scores: Tensor
@@ -358,7 +358,7 @@ def method(
 
 
 def joins_norms(name: str) -> bool:
-    """Whether a method joins matrices of norms over blocks, whose rows do not sum to one on their own."""
+    """Whether a method joins matrices of norms over blocks; rows of these do not sum to one."""
     join, _, measure = name.partition(".")
     return join in ("rollout", "mean") and not measure.startswith("attn")
 

@@ -21,9 +21,9 @@ SPLITS = ("tensor.in_class", "tensor.in_out")
 
 
 def added_positions(recording: Recording) -> Tensor:
-    """P (token, channel) of $X^0 = E + P$: what stands in $X^0$ beside what the words' own embedding gives.
+    """P (token, channel) of $X^0 = E + P$: the part of $X^0$ beside the word embeddings.
 
-    The same pass with its words in another order must leave the same P; otherwise it is not of the positions alone.
+    A pass with the words in a different order must leave the same P; otherwise P depends on more than positions.
 
     Raises:
         MethodError: the model adds no positions to its words before the first block, or does more than add.

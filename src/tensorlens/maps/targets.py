@@ -1,4 +1,4 @@
-"""Targets: a token, a class or a contrast of two, made into weights on logits; `Context`: how things are called."""
+"""Targets: a token, a class or a contrast of two as weights on logits; `Context`: names of classes and tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Feature:
         block: The block that it reads.
         row: w, its row of the encoder.
         bias: b.
-        component: What it takes apart: ``"feed-forward"`` or ``"attention"``.
-        reads: What it reads there: what the component gives, what it takes, or the stream before it.
+        component: What it decomposes: ``"feed-forward"`` or ``"attention"``.
+        reads: What it reads there: the component's output, its input, or the stream before it.
     """
 
     number: int
@@ -62,7 +62,7 @@ class Said(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """What a model can be asked about, and by which names.
+    """The tokens or classes that a model can be asked about, and their names.
 
     Attributes:
         n_classes: Number of logits.
@@ -265,7 +265,7 @@ def no_head(model: str) -> MethodError:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a map should say of where it came from, and how classes are called.
+    """Where a map comes from, and the names of classes.
 
     Attributes:
         tokens: A label for each input token.

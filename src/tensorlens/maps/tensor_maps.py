@@ -14,14 +14,14 @@ from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_
 from tensorlens.tolerances import TINY
 
 BY_COMPLETENESS = "by completeness"
-"""What the notes say of a bias share inferred from completeness, not measured."""
+"""The note of a map whose bias share was inferred from completeness and not measured."""
 
 TOKENS_TOGETHER = 2**14
 """Tokens of all the inputs that are pushed together."""
 
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
-    """The part of each row's total that the inputs do not carry is the bias's."""
+    """The bias share of each row: the part of its total that the inputs do not carry."""
     return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
 
 
@@ -42,7 +42,7 @@ def _bias_share(question: Question) -> Tensor:
 
 
 def _from_sink(question: Question, *, to_logits: bool) -> dict[str, Tensor]:
-    """How much of each row comes from a held attention sink; nothing if none is held."""
+    """How much of each row comes from a held attention sink; empty if none is held."""
     operator = question.operator
     end = question.recording.bias_of_sinks(operator.span, operator.heads, to_logits=to_logits)
     if end is None:

@@ -120,8 +120,8 @@ class Anatomy:
 def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: str | None = None) -> Anatomy:
     """Find the blocks of a model, where its body ends, and its head.
 
-    Types that say where their encoder, decoder and head are (as in transformers) are believed, if
-    those parts ran. In all other models the blocks are similar consecutive calls that one state flows through and that
+    Models that name their encoder, decoder and head (as in transformers) are believed, if those parts ran. In all other
+    models the blocks are similar consecutive calls that one state flows through and that
     hold most of the weights. Without evidence the largest list of modules is taken.
 
     Args:

@@ -1,4 +1,4 @@
-"""What goes beside the one state from X⁰ to X^N.
+"""What the model computes beside the one state from X⁰ to X^N.
 
 A second state of the same input is refused. A second tower, a condition, an embedding that later blocks read are not
 functions of X⁰: the operator holds them, in B and in the factors. That is exact, but it must be reported.

@@ -97,7 +97,7 @@ BUNDLED: dict[str, Bundled] = {
 
 
 def near_names(name: str) -> list[str]:
-    """Bundled names that look like `name`, the nearest first."""
+    """Bundled names similar to `name`, the nearest first."""
     return difflib.get_close_matches(name.lower(), list(BUNDLED), n=2, cutoff=0.65)
 
 

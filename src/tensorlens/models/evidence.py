@@ -240,7 +240,7 @@ class _Flow(TorchDispatchMode):
             self.ends[node] = sources[0]
 
     def see(self, tensor: Tensor, sources: tuple[int, ...] = ()) -> Seen:
-        """A tensor that a module took or gave; one that is new was made from `sources`, by code that was not seen."""
+        """A tensor that a module took or gave; a new one was made from `sources`, by code that was not seen."""
         node = self._find(tensor)
         node = self._new(tensor, sources) if node is None else node
         return Seen(tuple(tensor.shape), tensor.dtype, -1 if node is None else node)

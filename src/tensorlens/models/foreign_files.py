@@ -1,4 +1,4 @@
-"""Files from elsewhere, read by other libraries: whatever those raise becomes one error, and sizes are bounded."""
+"""Third-party files, read by other libraries: whatever those raise becomes one error, and sizes are bounded."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_proportion(name: str | Path, config: Any, model_class: Any, files: lis
 
 
 def check_zip(name: str | Path, file: Path) -> None:
-    """Refuse a pickled checkpoint that unpacks to far more than it is.
+    """Refuse a pickled checkpoint that unpacks to far more than its own size.
 
     Raises:
         LoadError: It does.
@@ -126,7 +126,7 @@ def check_zip(name: str | Path, file: Path) -> None:
 
 
 def check_complete(name: str | Path, model: Any, wrong: Iterable[str]) -> None:
-    """Refuse a checkpoint without some weights of its model, or with others: what is missing would be random.
+    """Refuse a checkpoint that lacks weights of its model or has unknown ones: missing weights would be random.
 
     Raises:
         LoadError: Some are named.

@@ -76,7 +76,7 @@ def forward_parameters(model: nn.Module) -> KeysView[str]:
 
 
 def first_parameter(model: nn.Module) -> str:
-    """Name of the first argument of a model's forward; if it passes on everything it gets, that of the one inside."""
+    """Name of the first argument of a model's forward, or of the forward that it passes its arguments on to."""
     forward = forward_of(model)
     found = next(iter(forward.names), None)
     if found is not None:
@@ -147,7 +147,7 @@ def token_ids(arguments: Mapping[str, Any]) -> Tensor | None:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether transformers knows the model as one that reads from left to right."""
+    """Whether transformers says that the model reads from left to right."""
     name = type(model).__name__
     return name in _causal_names() and not name.startswith(("Bert", "Roberta", "Electra"))
 

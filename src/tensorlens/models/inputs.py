@@ -1,4 +1,4 @@
-"""Turns what a user may pass to a lens into what a model takes.
+"""Turns whatever a user passes to a lens into the model's arguments.
 
 Text, token ids, images, embeddings and the output of a tokenizer or processor all become a `ModelInput`: the keyword
 arguments of one forward pass on one sample, and what is known about its tokens.
@@ -94,7 +94,7 @@ class ModelInput:
 
 
 def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInput:
-    """Make a `ModelInput` of anything a user may pass.
+    """Make a `ModelInput` from anything a user may pass.
 
     Args:
         value: A text, token ids, an image (PIL, path or pixel array), embeddings (L, D), or a processor's output.
@@ -382,7 +382,7 @@ def _check_length(n_tokens: int, model: nn.Module) -> None:
 
 
 def _check_numbers(values: Tensor, name: str) -> None:
-    # A mask that is added to attention scores holds minus infinity where nothing may be read.
+    # A mask that is added to attention scores is minus infinity where nothing may be read.
     is_mask = "mask" in name or "bias" in name
     if not bool((~values.isnan() & (values != torch.inf) if is_mask else torch.isfinite(values)).all()):
         raise InputError(f"The {name} must be finite numbers; found NaN or infinity.")

@@ -141,7 +141,7 @@ def garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def in_own_precision() -> Iterator[None]:
-    """Away from a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
+    """Leave a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for device in ACCELERATORS:
@@ -162,7 +162,7 @@ def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
 
 
 def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
-    """The same for a generator: between two items the caller's own modes are restored."""
+    """The same for a generator: the caller's modes are restored between items."""
     while True:
         with _in_own_modes() if _are_others() else nullcontext():
             try:

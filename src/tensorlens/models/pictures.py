@@ -228,7 +228,7 @@ def _with_newlines(n_tokens: int, size: Sequence[int], config: Any) -> list[Box 
 
 
 def _cropped(size: tuple[int, int], processor: Any) -> Box:
-    """What is left of a picture whose border is cropped off around the centre, after its shorter edge was scaled."""
+    """The part of a picture that remains after scaling its shorter edge and cropping around the centre."""
     crop, scaled = getattr(processor, "crop_size", None), getattr(processor, "size", None)
     edge = scaled["shortest_edge"] if scaled and "shortest_edge" in scaled else None
     if not getattr(processor, "do_center_crop", False) or not crop or not edge:

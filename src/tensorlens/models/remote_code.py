@@ -30,7 +30,7 @@ def remote_class(config: Any, auto_class: str, folder: Path) -> type[nn.Module] 
 def build(kind: type[nn.Module], config: Any, folder: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]] | None:
     """The model with its weights, and those that no file holds; None where the files name weights that it has not.
 
-    Those are checkpoints that transformers renames on the way, which is its business. Weights are cast to `dtype`;
+    Those are checkpoints whose weights transformers renames while loading. Weights are cast to `dtype`;
     tables that no file holds stay as the code made them: complex angles are not real numbers.
     """
     model = kind(config)

@@ -83,7 +83,7 @@ FORMER_NAMES = {
     "distilbert-base-uncased": "distilbert/distilbert-base-uncased",
     "t5-small": "google-t5/t5-small",
 }
-"""Names that tutorials use, and what the hub calls these models now."""
+"""Names from older tutorials, and the current hub ids of these models."""
 
 
 def check_model_name(name: str | Path, revision: str | None = None) -> None:
@@ -219,7 +219,7 @@ def ask_hub(name: str, revision: str | None = None) -> list[str] | Path:
 
 
 def not_on_hub(name: str, error: BaseException) -> LoadError:
-    """What to say of a name that the hub did not know, or could not be asked about."""
+    """The error for a name that the hub does not have, or could not be asked about."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     causes = [error]

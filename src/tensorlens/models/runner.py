@@ -102,12 +102,12 @@ def run(
         inputs: Keyword arguments of its forward.
         to: Where to stop.
         n_blocks: How many blocks run, counted by call; as many as there are modules if None.
-        entering: Told of the state that enters each block.
-        leaving: Told of the state that each block gives.
-        called: Told of all that each block takes.
-        taken: For some modules, told of the first thing they take.
-        given: For some modules, told of what they give.
-        ending: Told of $X^N$, in the model's own layout.
+        entering: Called with the state that enters each block.
+        leaving: Called with the state that leaves each block.
+        called: Called with all arguments of each block.
+        taken: For some modules, called with their first argument.
+        given: For some modules, called with their output.
+        ending: Called with $X^N$, in the model's own layout.
         grad: Whether gradients are followed.
         within: A context for the model's own code alone.
 
@@ -130,7 +130,7 @@ def run(
 
 @dataclass
 class _Route:
-    """What a plain pass does at each module; `run` says what the fields are."""
+    """The actions of a plain pass at each module; see `run` for the fields."""
 
     anatomy: Anatomy
     to: End

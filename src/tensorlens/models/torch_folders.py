@@ -1,7 +1,7 @@
 """Bundled folders that hold a pickled state dict and a vocabulary, made into folders transformers can read.
 
-The tokenizers of these models are Python classes inside packages we do not run; what they do is one split and one
-table, which a `tokenizer.json` can say.
+The tokenizers of these models are Python classes inside packages that we do not run. They consist of one split and one
+table, which a `tokenizer.json` can express.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Answers:
         return {"type": "done", "predictions": parts.predictions(-1 if ask.out_token is None else ask.out_token)}
 
     def map(self, job: Job, ask: Ask) -> Event:
-        """The map of a question, told as soon as it is there, and then its certificate."""
+        """The map of a question, sent as soon as it is computed, and then its certificate."""
         parts, is_kept = self._parts(job, ask, "word")
         T = parts.part(ask)
         asked = MapQuestion.complete(T, ask.method, ask.out_token, ask.target, ask.against, is_one=ask.is_one)
@@ -94,7 +94,7 @@ class Answers:
         return {"type": "done", "result": key, "is_kept": is_kept} | facts(found)
 
     def answer(self, job: Job, ask: AnswerAsk) -> Event:
-        """The map of an answer, told as soon as it is there, and then its certificate."""
+        """The map of an answer, sent as soon as it is computed, and then its certificate."""
         is_kept, key = self.said.get(ask.said) is not None, ask.digest
         found = self._answer(job, ask)
         job.tell("said", text=found.text)
@@ -122,7 +122,7 @@ class Answers:
         return {"type": "done", "inside": T.inside(place, target, max_nodes=INSIDE_NODES, n_whys=0).payload()}
 
     def ablate(self, job: Job, ask: AblateAsk) -> Event:
-        """The model without a component: what T says of it, and what the model does."""
+        """The model without a component: what T predicts, and what the model does."""
         T, place, target = self._looked_at(job, ask)
         job.tell("progress", stage=f"Running the model without {ask.component}", done=None)
         return {"type": "done", "ablation": T.ablate(ask.component, place, target).as_dict()}
@@ -134,7 +134,7 @@ class Answers:
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
 
     def circuit(self, job: Job, ask: CircuitAsk) -> Event:
-        """Which edges carry what this text has over another one, and how much circuits of them recover."""
+        """Which edges carry the difference between this text and another, and how much circuits of them recover."""
         T, place, target = self._looked_at(job, ask)
         lens = self._lens(job, ask.model).with_rules(T.operator.recording.rules)
         clean, corrupted = (_as_text(lens, text, self.limits) for text in (ask.text or "", ask.corrupted))
@@ -265,7 +265,7 @@ def _about(parts: Parts, ask: Ask, asked: MapQuestion) -> Event:
 def facts(found: TokenMap) -> Event:
     """Verdict and largest error of a map's certificate, to be shown beside it, and the caption with it.
 
-    A certificate speaks for maps of T alone; a saved map may hold anything in its place.
+    Only maps of T have a certificate; a saved map may hold anything in its place.
     """
     is_ours, certificate = is_of_tensor(found.method), found.meta.get("certificate")
     caption = [list(line) for line in caption_lines(found.method, found.meta, found.shape[0])]

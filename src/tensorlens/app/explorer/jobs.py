@@ -32,7 +32,7 @@ class Busy(TensorLensError):
 
 
 class Job:
-    """One question: its work, and the news of it that nobody has read yet.
+    """One question: its work, and the events that nobody has read yet.
 
     Only the latest news of each kind is kept, so that a slow reader costs no memory.
 
@@ -62,7 +62,7 @@ class Job:
         self._notify()
 
     def news(self) -> list[Event]:
-        """What came since the last time, the end last. When time is up, that is the end, whatever the work does."""
+        """Events since the last call, the end last. When time is up, the job has ended, whatever the work does."""
         if time.monotonic() > self._deadline:
             self.tell("error", message=self._too_long())
             self.cancel()

@@ -44,7 +44,7 @@ class Recent(Generic[Key, Value]):
             return self._kept[key][0]
 
     def put(self, key: Key, value: Value, n_bytes: int) -> None:
-        """Keep `value`, and let go of what has not been used for longest."""
+        """Keep `value`, and drop what has not been used for longest."""
         with self._lock:
             self._kept[key] = (value, n_bytes)
             self._kept.move_to_end(key)
