@@ -239,13 +239,13 @@ class Circuit:
         picture = curve_svg(judged.curve, [f"{share:.1%}" for share, _ in judged.curve])
         low, high = judged.interval
         said = [
-            f"What circuits of growing size recover of {self.target!r} in the model, everything else corrupted: "
+            f"What circuits of growing size recover of “{self.target}” in the model, everything else corrupted: "
             f"CPR {judged.cpr:.3f} [{low:.3f}, {high:.3f}], CMD {judged.cmd:.3f}, of {judged.size} {self.unit}."
         ]
         if judged.selected is not None:
             share, f = judged.selected
-            said.append(f"The graph below shows {share:.1%} of the {self.unit}, which recover {f:.3f}.")
-        text = inside_page(graph.payload(), f"Circuit of {self.target}", before=[*said, picture])
+            said.append(f"The graph shows {share:.1%} of the {self.unit}, which recover {f:.3f}.")
+        text = inside_page(graph.payload(), f"Circuit of {self.target}", below=[*said, picture])
         return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
 
     def show(self, k: int = 10, console: Console | None = None) -> None:

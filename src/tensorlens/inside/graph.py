@@ -168,7 +168,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         edges = msgspec.to_builtins(self.edges)
         own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets")}
         return {
-            "title": f"Graph of {self.target!r}",
+            "title": self.headline,
             "target": self.target,
             "value": self.value,
             "tokens": list(self.tokens),

@@ -154,7 +154,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         details = [[_detail(cells.get((n, column)), self.total, sums, heads) for column in columns] for n in blocks]
         return {
             **self.graph.payload(),
-            "title": f"Inside {self.total.meta.get('model') or 'the model'}",
+            "title": self.headline,
             "components": {
                 "blocks": blocks,
                 "columns": columns,

@@ -13,7 +13,7 @@ FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions
 """Keys of `meta` that are said first, in this order; others follow as they come."""
 
 NOT_SAID = frozenset(
-    ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts")
+    ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts", "kept")
     + ("set_aside", "sink", "sink_gives", "sums_to", "why", "headline")
 )
 """Keys of `meta` that are drawn, and not said."""

@@ -45,16 +45,16 @@ def page(views: Sequence[MapView], title: str) -> str:
     return _document([_host(view) for view in views], title)
 
 
-def inside_page(data: dict[str, Any], title: str, *, before: Sequence[str] = ()) -> str:
+def inside_page(data: dict[str, Any], title: str, *, below: Sequence[str] = ()) -> str:
     """A complete HTML document of the inside of a model at one input.
 
     Args:
         data: What `Inside.payload` gives.
         title: Its title.
-        before: Paragraphs and pictures above it; what begins with a tag of a picture is one.
+        below: Paragraphs and pictures below it; what begins with a tag of a picture is one.
     """
-    above = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in before]
-    return _document([*above, host("inside", f"<p><strong>{as_text(title)}</strong></p>", data)], title)
+    after = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in below]
+    return _document([host("inside", f"<p><strong>{as_text(title)}</strong></p>", data), *after], title)
 
 
 def pairs_page(data: dict[str, Any], title: str) -> str:

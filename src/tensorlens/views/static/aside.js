@@ -12,7 +12,8 @@ class Aside {
 
   buildSwitch() {
     const { lens } = this;
-    if (lens.data.grid || lens.nIn < 3) return null;
+    const isTold = lens.data.sink.length && !lens.data.setAside.length; // a sink that stands beside the inputs already
+    if (lens.data.grid || lens.nIn < 3 || isTold) return null;
     const names = this.columns.slice(0, 3).map((j) => `“${shorten(visible(lens.data.inTokens[j]), 16).trim()}”`);
     const more = this.columns.length > 3 ? " …" : "";
     return checkbox(`Set aside ${names.join(", ")}${more}`, lens.scores.aside.size > 0, (isOn) => {

@@ -244,8 +244,8 @@ class GraphView {
     const isDark = this.shade === "dark";
     pen.font = "10px system-ui, sans-serif";
     pen.textAlign = "left";
-    const inFront = (node) => (this.named.has(node) ? 1 : 0);
-    for (const node of [...this.data.graph.nodes].sort((a, b) => inFront(a) - inFront(b))) {
+    const labels = [];
+    for (const node of this.data.graph.nodes) {
       const [x, y] = this.at(node);
       const isOut = this.isOut(node);
       const size = isOut ? 2.5 : 2.5 + 6 * Math.sqrt(Math.abs(node.value) / this.worth);
@@ -256,13 +256,26 @@ class GraphView {
       pen.lineWidth = node === this.chosen ? 3 : 1;
       pen.strokeStyle = node === this.chosen ? (isDark ? "#6cb6ff" : "#0b6bcb") : isDark ? "#111417" : "#ffffff";
       pen.stroke();
-      if (this.named.has(node) || this.view.scale > 2.5 || node === this.chosen || node.kind === "target") {
-        pen.strokeStyle = isDark ? "#111417" : "#ffffff";
-        pen.lineWidth = 3;
-        pen.strokeText(node.short, x + size + 2, y + 3);
-        pen.fillStyle = isDark ? "#eef1f4" : "#14181d";
-        pen.fillText(node.short, x + size + 2, y + 3);
-      }
+      if (this.named.has(node) || this.view.scale > 2.5 || node === this.chosen || node.kind === "target") labels.push({ node, x: x + size + 2, y: y + 3 });
+    }
+    this.drawLabels(pen, labels);
+  }
+
+  // The chosen node's first, then the strongest; one that would cover another is left out.
+  drawLabels(pen, labels) {
+    const isDark = this.shade === "dark";
+    const rank = ({ node }) => (node === this.chosen || node.kind === "target" ? Infinity : Math.abs(node.value));
+    const drawn = [];
+    for (const { node, x, y } of labels.sort((a, b) => rank(b) - rank(a))) {
+      const text = shorten(visible(node.short.trim()), 20);
+      const right = x + pen.measureText(text).width;
+      if (drawn.some((one) => x < one.right && right > one.x && Math.abs(y - one.y) < 10)) continue;
+      drawn.push({ x, right, y });
+      pen.strokeStyle = isDark ? "#111417" : "#ffffff";
+      pen.lineWidth = 3;
+      pen.strokeText(text, x, y);
+      pen.fillStyle = isDark ? "#eef1f4" : "#14181d";
+      pen.fillText(text, x, y);
     }
   }
 

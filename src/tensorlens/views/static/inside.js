@@ -19,8 +19,8 @@ class Inside {
     const { data } = this;
     const style = element("style", { text: STYLE + INSIDE_STYLE });
     const value = `${visible(data.target)} = ${formatNumber(data.value, false)}`;
-    const header = element("header", {}, [element("h2", { text: data.title }), element("span", { class: "size", text: value }), shadeButton()]);
-    this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite", text: "Point at a cell; click one to see what it read and where it wrote." });
+    const header = heading(visible(data.title), element("span", { class: "size", text: value }));
+    this.tip = element("p", { class: "tip", role: "status", "aria-live": "polite", text: data.components ? "Point at a cell; click one to see what it read and where it wrote." : "" });
     this.about = element("section", { class: "about", "aria-label": "Component" });
     this.pictures = element("div", { class: "pictures" });
     if (data.components) this.pictures.append(this.buildRanking(), this.buildHeads(), this.buildFlow());

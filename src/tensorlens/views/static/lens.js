@@ -49,10 +49,8 @@ class MapLens {
   build() {
     const { title } = this.data;
     const size = element("span", { class: "size", text: this.isQuestion || this.nOut === 1 ? "" : `${this.nOut} × ${this.nIn}` });
-    this.toggle = button("", "Switch between light and dark", () => chooseShade(this.shade === "dark" ? "light" : "dark"));
-    this.toggle.className = "shade";
     this.badge = element("span", { class: "badge", hidden: "" });
-    const header = element("header", {}, [element("h2", { text: visible(title) }), size, this.badge, this.toggle]);
+    const header = heading(visible(title), size, this.badge);
     const note = this.said("Note");
     const notes = note ? [element("p", { class: "note", text: visible(note) })] : [];
     this.live = element("div", { class: "live", "aria-live": "polite" });
@@ -93,7 +91,7 @@ class MapLens {
     this.sum = element("p", { class: "sum", hidden: "" });
     this.aside = new Aside(this);
     if (this.nOut > 1) this.heatmap = new HeatMap(this);
-    const ranks = element("div", {}, [this.ranking.node, this.aside.node]);
+    const ranks = element("div", { class: "ranks" }, [this.ranking.node, this.aside.node]);
     // Where a map came from is folded away below the answer to a question.
     this.origin = this.nOut === 1 && this.isQuestion ? element("details", { class: "origin" }, [element("summary", { text: "Where this comes from" }), this.caption.node]) : this.caption.node;
     const side = element("div", { class: "side" }, [this.buildText(), ranks, this.origin]);
@@ -189,7 +187,6 @@ class MapLens {
   applyShade() {
     this.shade = shadeAround();
     this.host.dataset.shade = this.shade;
-    this.toggle.textContent = this.shade === "dark" ? "Light" : "Dark";
     this.colours = new Colours(this.isSigned, this.shade);
     const style = (name) => getComputedStyle(this.host).getPropertyValue(name).trim();
     this.inks = { ink: style("--ink"), label: style("--label"), muted: style("--muted"), accent: style("--accent") };

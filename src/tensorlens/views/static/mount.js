@@ -15,7 +15,6 @@ function mount(host, data, source = null) {
   // Keys pressed in the map are not the notebook's: twice 0 would restart the kernel of JupyterLab.
   host.dataset.lmSuppressShortcuts = "true";
   lens.node.addEventListener("keydown", (event) => event.stopPropagation());
-  host.dataset.ready = "true";
   return lens;
 }
 
@@ -28,6 +27,7 @@ function mountWaiting(root) {
     if (!source) continue;
     performance.mark("tensorlens:start");
     KINDS[host.dataset.tensorlens](host, JSON.parse(source.textContent));
+    host.dataset.ready = "true";
     performance.measure("tensorlens", "tensorlens:start");
   }
 }

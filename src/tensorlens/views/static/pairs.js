@@ -10,7 +10,6 @@ class Pairs {
     onShadeChange(() => this.reshade());
     this.reshade();
     this.show(null);
-    host.dataset.ready = "";
   }
 
   // Scores without the biases.
@@ -20,7 +19,7 @@ class Pairs {
 
   build() {
     const { data } = this;
-    const header = element("header", {}, [element("h2", { text: data.title }), shadeButton()]);
+    const header = heading(visible(data.title));
     this.third = data.columns.length - 1 - data.nAgainst;
     this.sides = data.sides.map((name, k) => this.buildText(name, k));
     this.tokens = [[], []];

@@ -93,6 +93,11 @@ function tooltip(lens) {
   return { node, show };
 }
 
+// What a page is about, facts beside it, and the switch between light and dark. A quoted token keeps its leading space.
+function heading(title, ...facts) {
+  return element("header", {}, [element("h2", { text: title.replaceAll("“ ", "“\u00a0") }), ...facts, shadeButton()]);
+}
+
 function button(text, label, act) {
   const node = element("button", { type: "button", "aria-label": label, title: label, text });
   node.addEventListener("click", act);

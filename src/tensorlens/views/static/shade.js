@@ -19,9 +19,7 @@ function chooseShade(shade) {
 }
 
 function shadeButton() {
-  const node = element("button", { class: "shade", type: "button", "aria-label": "Switch between light and dark", text: "◐" });
-  node.addEventListener("click", () => chooseShade(shadeAround() === "dark" ? "light" : "dark"));
-  return node;
+  return Object.assign(button("", "Switch between light and dark", () => chooseShade(shadeAround() === "dark" ? "light" : "dark")), { className: "shade" });
 }
 
 // Until `signal` aborts: a page that shows one map after the other would keep them all alive.

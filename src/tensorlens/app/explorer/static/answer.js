@@ -60,7 +60,7 @@ export class AnswerPanel extends Asking {
       made.show(view[name]);
       return field(label, made.node);
     };
-    this.go = button("Answer", "Ask the model, and trace its answer back", () => this.run());
+    this.go = button("Answer", "Answer: ask the model, and trace what it says back", () => this.run());
     this.go.className = "main";
     const chat = element("input", { type: "checkbox", "aria-label": "As a chat" });
     chat.checked = view.chat;

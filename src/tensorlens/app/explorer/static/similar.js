@@ -48,7 +48,7 @@ export class SimilarPanel extends Asking {
       made.show(this.view[name]);
       return field(label, made.node);
     };
-    const go = button("Compare", "Which pairs of words make them similar?", () => this.run());
+    const go = button("Compare", "Compare: which pairs of words make them similar?", () => this.run());
     go.className = "main";
     const fields = element("div", { class: "fields" }, [pick("Model", "model", named), pick("Parts", "groups", GROUPS), go]);
     const form = element("form", { class: "card ask" }, [element("div", { class: "texts" }, texts), fields]);
