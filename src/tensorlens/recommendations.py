@@ -10,7 +10,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.views.printing import Printed
 
 QUESTIONS = ("word", "passage", "component", "paper")
-"""Questions that need no choice of rules and method."""
+"""The questions with recommended rules and method."""
 
 
 @dataclass(frozen=True, kw_only=True)

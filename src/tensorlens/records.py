@@ -1,4 +1,4 @@
-"""`Record`: what users hold, save and load again. Every kind is a `msgspec` struct with the name of its format.
+"""`Record`: a result that users can save and load. Every kind is a `msgspec` struct with the name of its format.
 
 | file           | holds                                                                                          |
 |----------------|------------------------------------------------------------------------------------------------|
@@ -74,11 +74,11 @@ class Record(
         return {suffix: _WRITERS[suffix](self) for suffix in self.loadable}
 
     def show(self, console: Console | None = None, k: int = 10) -> None:
-        """Print what is strongest; without a console, to standard output.
+        """Print the strongest entries; without a console, to standard output.
 
         Args:
             console: Where to.
-            k: How many lines.
+            k: Number of lines.
         """
         from tensorlens.views.printing import print_parts
 

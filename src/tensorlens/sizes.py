@@ -22,17 +22,17 @@ from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import text_as_html
 
 REPEATS = 3
-"""How often a work is timed at least; the median counts."""
+"""Minimum number of timings of a task; the median counts."""
 
 ENOUGH = 0.5
-"""Seconds after which a short work is not timed again: a pass of milliseconds waits for Python, and varies."""
+"""Seconds after which a short task is not timed again: passes of milliseconds wait for Python, and vary."""
 
 LONG = 2.0
-"""Seconds after which a work is not repeated."""
+"""Seconds after which a task is not repeated."""
 
 
 class Cost(NamedTuple):
-    """A work, about how many seconds it takes, and how much memory it needs beside the weights.
+    """A task, its approximate seconds, and the memory it needs beside the weights.
 
     Memory is None for slices, norms and data sets: their pieces are cut to the memory that is free.
     """
@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
         n_tokens: Tokens of the input.
         n_parameters: How many the whole model has.
         weight_bytes: What its weights take.
-        costs: By work.
+        costs: By task.
     """
 
     model: str
@@ -132,7 +132,7 @@ def _with_blocks(config: Any, n_blocks: int) -> Any:
 
 
 def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
-    """What a work costs with all blocks, by the line through two numbers of them."""
+    """The cost of a task with all blocks, by the line through two numbers of blocks."""
 
     def line(a: float, b: float) -> float:
         return max(b, a + (b - a) / max(1, few[1] - few[0]) * (n_blocks - few[0]))
@@ -145,7 +145,7 @@ def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
 def costs_of(
     config: Any, dtype: torch.dtype, device: torch.device, n_tokens: int, *, slices: bool = True
 ) -> list[Cost]:
-    """What each work costs on a model of a config with random weights, measured: once as a warm-up, then timed.
+    """The measured cost of each task on a model of a config with random weights: one warm-up, then timings.
 
     Args:
         config: The config, with as many blocks as it says.

@@ -45,7 +45,7 @@ class Specimen:
         self._is_forward: bool | None = None
 
     def prepare(self, value: Any) -> ModelInput:
-        """What the model takes, of anything that a lens takes."""
+        """The model's input, from anything that a lens takes."""
         return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
 
     def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
@@ -147,7 +147,7 @@ class Specimen:
     # What maps say ----------------------------------------------------------------------------------------------------
 
     def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
-        """What maps should say of an input.
+        """What maps record about an input.
 
         Args:
             prepared: The input.
@@ -189,7 +189,7 @@ class Specimen:
         labels = getattr(getattr(self.model, "config", None), "id2label", None)
         n_classes, tokenizer = recording.readout.shape[-1], tokenizer_of(self.processor)
         if tokenizer is not None and recording.readout.dim() == 3 and len(labels or ()) != n_classes:
-            return Classes(n_classes=n_classes, tokenizer=tokenizer)  # a vocabulary, behind a head of another form
+            return Classes(n_classes=n_classes, tokenizer=tokenizer)  # a vocabulary, after a head of a different form
         return Classes(n_classes=n_classes, labels=labels or {i: str(i) for i in range(n_classes)})
 
 

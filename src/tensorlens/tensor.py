@@ -207,7 +207,7 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def split(self, block: int, basis: Tensor) -> Split:
-        r"""What came through a subspace of the state that enters a block, and what did not.
+        r"""The contributions to the output through a subspace of the state that enters a block, and outside it.
 
         With Q the projector on the subspace and $T_n$ the operator from block n on, $T_n (Q X^n)$ and
         $T_n ((1 - Q) X^n)$: together with its bias they are the output.

@@ -1,4 +1,4 @@
-"""Attention tensors in files: a program with its numbers, the marks on it, and what maps say of the input.
+"""Attention tensors in files: a program with its numbers, the marks on it, and what maps record about the input.
 
 One safetensors file, its records as strict JSON in the header. Reading it imports no model library and runs no code of
 the file: operations come from the table of this library. A constant is a view of a memory, with strides; memories are

@@ -1,4 +1,4 @@
-"""The one table of tolerances: what error is accepted, where, and why so much. All are relative unless said otherwise.
+"""The one table of tolerances: which error is accepted where, and why. All are relative unless stated otherwise.
 
 | question | entry |
 |---|---|
@@ -18,22 +18,22 @@ from __future__ import annotations
 import torch
 
 CERTIFICATE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Two ways to compute one thing may differ by as much: roundings of a deep model add up to some 10³ of one."""
+"""Two ways to compute one thing may differ by this much: in a deep model about 10³ rounding errors add up."""
 
 CAST_TO_FLOAT32 = 2e-6
 """For a float64 model whose own code casts its state to float32 once; n casts give √n times as much."""
 
 CAPTURE = 2e-2
-"""A lost path smaller than this part of what its block carries is not told from the error of finite differences."""
+"""A lost path smaller than this share of its block cannot be distinguished from the error of finite differences."""
 
 NOTHING = 1e-6
-"""A block or operator that makes less of a random state than this part of what it gave passes nothing on."""
+"""If a random state contributes less than this share of the output, the block or operator passes nothing on."""
 
 MAGNIFIED_ROUNDING = 1e4
 """How many roundings one rounding of X⁰ must become for a model to be said to magnify it."""
 
 MAP_NOISE = 1e-2
-"""A map of which rounding may be this part says so."""
+"""A map warns if rounding may be this share of it."""
 
 SINGULAR_VALUE = 1e-4
 """Iterations on the operator stop at this change: each costs a push and a pull, and four digits are read."""

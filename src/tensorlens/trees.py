@@ -1,4 +1,4 @@
-"""The one walk over nested values: the tensors in what modules take and give, and the same values with others in them.
+"""The one walk over nested values: the tensors in arguments and results of modules, and how to replace them.
 
 `torch.utils._pytree` opens tuples, lists, dictionaries and the named outputs of transformers. Opened here besides:
 other mappings (what a tokenizer returns) and dataclasses (blocks that hand on a record of their state).
@@ -56,7 +56,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """What is in a mapping or dataclass that pytree takes for a leaf; None for any other leaf."""
+    """The content of a mapping or dataclass that pytree takes for a leaf; None for any other leaf."""
     if isinstance(leaf, Mapping):
         return dict(leaf)
     names = getattr(type(leaf), "__dataclass_fields__", None)

@@ -9,10 +9,10 @@ dispatcher does not see, to numpy, to another thread, is a constant in every oth
 of the size of that path. The first tokens of the input are enough.
 
 - `_of_model`: the input is recorded once under the Jacobian's rules, and the model runs at X⁰ + εv and at X⁰ - εv. Each
-  block is given the difference that the model itself had at its entry, and must give the one that it had at the end.
-- `_of_block`: one block from its own state, where the first way found a gap or cannot be gone. In half precision finite
-  differences are noise, and a block is copied to float32. Blocks that take the same steps in the same modules share
-  their code, so one block of each kind is copied.
+  block is given the model's own difference at its entry and must return the model's own difference at its exit.
+- `_of_block`: one block from its own state, where the first way found a gap or is not possible. In half precision
+  finite differences are noise, and a block is copied to float32. Blocks with the same steps in the same modules
+  share their code, so one block of each kind is copied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_TOKENS = 32
 """Number of tokens that suffices to show which operations carry the input."""
 
 STEPS = {torch.float64: (1e-6, 1e-8, 3e-4), torch.float32: (1e-3, 1e-4, 3e-5)}
-"""Sizes of a step, relative to the state: each where those before met a bend, or digits that the model drops."""
+"""Sizes of a step, relative to the state, tried in turn: some meet a bend, or digits that the model drops."""
 
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
@@ -128,7 +128,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
 
 
 def _of_jacobian(recording: Recording, origin: Origin) -> Recording | None:
-    """The first tokens recorded under the Jacobian's rules, all of them where the input cannot be cut.
+    """The first tokens recorded under the Jacobian's rules, or all of them if the input cannot be cut.
 
     None if something that other rule sets hold has no derivative.
     """
@@ -213,7 +213,7 @@ def _states(short: Recording, origin: Origin, x: Tensor) -> list[Tensor]:
 
 
 def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tensor]) -> dict[int, Tensor]:
-    """What the linear part of each block makes of the difference at its entry; side channels carry their own.
+    """The linear part of each block applied to the difference at its entry; side channels carry their own.
 
     A block whose output nothing reads has no entry.
     """
@@ -315,7 +315,7 @@ def _in_float32(call: BlockCall) -> BlockCall:
 
 
 def _moved(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
-    """What the linear part of a program makes of differences: less to do, for one question, than to form that part."""
+    """The linear part of a program applied to differences, which is less work than to form that part."""
     return [y - at_zero for y, at_zero in zip(program.run(*given), program.run(*program.zeros()), strict=True)]
 
 
@@ -335,9 +335,9 @@ def _steps(recorded: Any) -> tuple[float, ...]:
 
 
 def _direction(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A random direction: each token is moved by a part of its own size, since one may be a thousand times another."""
+    """A random direction, each token moved in proportion to its size: sizes may differ a thousandfold."""
     v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
-    return torch.where(x == 0, 0, v)  # a state that a relu gave lies at the bend of the next
+    return torch.where(x == 0, 0, v)  # the output of a relu lies at the bend of the next one
 
 
 def _gap(difference: Tensor, expected: Tensor, sizes: Tensor) -> float:

@@ -1,4 +1,4 @@
-r"""The certificate: is this operator exact and linear, and does it see everything? Answered with numbers.
+r"""The certificate: is this operator exact and linear, and does it miss nothing? Answered with numbers.
 
 Reproducing F(X) proves nothing on its own: any split of a product passes it. The evidence is the structure of the
 program, the adjoint identity, completeness with a bias found by a run at zero (`laws`), and a law that shares no code
@@ -26,7 +26,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import Printed
 
 N_HELD = 3
-"""How many modules the text of a certificate names: those that hold most."""
+"""How many modules the text of a certificate names, those with the largest held part first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Certificate(Printed):
         carried: $\lVert T X \rVert / \lVert F(X) \rVert$: the part of the output that is not in B.
         moves: $\lVert T V \rVert / \lVert V \rVert$ at a random V.
         passing: For each block $\lVert T_n V \rVert / \lVert X^{n+1} \rVert$ at a random V as large as $X^n$.
-        silent: The blocks that pass nothing of their input on.
+        silent: The blocks whose output does not depend on their input.
         held: For each module the norm of its output in a run at zero, divided by that at X: 0 if T carries all of it, 1
             if it is all in B.
         rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
@@ -234,7 +234,7 @@ def _of_structure(operator: FrozenOperator, silent: tuple[int, ...]) -> tuple[st
 
 
 def tolerance(recording: Recording) -> float:
-    """The relative error accepted for the numbers that the model computes with, of which it may cast some itself.
+    """The relative error accepted for the model's type of numbers, including casts in its own code.
 
     Every cast of a float64 state to float32 rounds once more, so the error grows with the square root of their number.
     """

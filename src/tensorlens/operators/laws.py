@@ -1,4 +1,4 @@
-r"""The laws of an attention tensor, as data: what each says, and how far it is from holding.
+r"""The laws of an attention tensor, as data: what each says, and its error.
 
 `LawEvidence` computes what they compare, each thing once: one walk over the blocks gives the affine program at X, at
 zero and at a random V; one push gives T·V, one pull Tᵀu. `LAWS` are short functions of it.
@@ -35,7 +35,7 @@ def relative(difference: Tensor, scale: Tensor) -> float:
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers of a tensor's type, drawn where it is: a CPU takes longer than the laws do on a GPU."""
+    """Standard normal numbers in a tensor's type, drawn on its device, since a CPU takes long."""
     if like.device.type == "cpu":
         return torch.randn(shape, generator=generator, dtype=like.dtype)
     seed = int(torch.randint(2**62, (), generator=generator))
@@ -55,8 +55,7 @@ class LawEvidence:
         bias: B, the program at zero.
         at_v: The program at V.
         held: For each module the norm of its output at zero, divided by that at X. Empty for a range of blocks, for
-            chosen
-            heads, for one sample of several, and for a long input.
+            chosen heads, for one sample of several, and for a long input.
     """
 
     def __init__(self, operator: FrozenOperator, generator: torch.Generator) -> None:
@@ -128,9 +127,9 @@ class LawEvidence:
     def passing(self) -> tuple[float, ...]:
         r"""For each block $\lVert T_n V_n \rVert / \lVert X^{n+1} \rVert$, at a $V_n$ as large as $X^n$.
 
-        By the size of what the block gave: a norm at its end makes any state small. $V_n$ is what V became on the way.
-        Where that says too little, since the block also reads earlier blocks or gives next to nothing, the block is
-        tested on its own, at a random state and with zero for everything else it reads.
+        Relative to the size of the block's output, since a norm at its end makes any state small. $V_n$ is V after n
+        blocks. If the block also reads earlier blocks or passes on next to nothing, it is tested on its own, at a
+        random state and with zero for everything else it reads.
         """
         start, stop = self.operator.span
         _, at_zero, at_v = self._values
@@ -331,9 +330,9 @@ LAWS: dict[str, Callable[[LawEvidence], float | None]] = {
 
 
 def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str, float]:
-    """The largest error of the laws over a few blocks of a half-precision model, cast to float32: no rounding hides.
+    """The largest error of the laws over a few blocks of a half-precision model, cast to float32.
 
-    In bfloat16 every law holds to a few per cent alone. The constants of a block are copied, nothing of the model is.
+    In bfloat16 every law holds only to a few per cent. The constants of a block are copied; the model is not.
     """
     start, stop = operator.span
     some = int(torch.randint(start, stop, (1,), generator=generator))

@@ -1,4 +1,4 @@
-r"""Attention tensors, none of them stored: the contract, `FrozenOperator` of a recorded pass, and `MeanTensor`.
+r"""Attention tensors, never stored as a matrix: the contract, `FrozenOperator` of a recorded pass, and `MeanTensor`.
 
 `apply` runs the linear part of the program, `adjoint` walks it backwards, the bias is the program at zero. Many
 cotangents at once (rows, norms, sketches) go by matrix products where the blocks can be folded.
@@ -33,13 +33,13 @@ CHUNK = 32
 """Cotangents pulled at a time where blocks are not folded."""
 
 MOST_STATES = {"cuda": 128, "cpu": 32}
-"""States pushed at a time: a GPU has to be launched for each, a CPU's cache holds few."""
+"""States pushed at a time: each costs a launch on a GPU, and a CPU's cache holds few."""
 
 ENOUGH_TO_FOLD = 8
 """Cotangents from which folding the blocks costs less than pulling each."""
 
 MOST_COTANGENTS = {"cuda": 12288, "cpu": 2048}
-"""More cotangents at a time than this make no product faster, and let causal models do work above the diagonal."""
+"""More cotangents at a time make no product faster, and cost causal models work above the diagonal."""
 
 
 # The contract --------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class TensorOperator(ABC):
     @property
     @abstractmethod
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B, what the map adds at zero. Never computed as F(X) - T·X, which would make every check void."""
+        """B, the value of the map at zero. It is never computed as F(X) - T·X, which would make every check void."""
 
     @abstractmethod
     def _apply(self, x: Float[Tensor, "batch in_token in_channel"]) -> Float[Tensor, "batch out_token out_channel"]:
@@ -220,7 +220,7 @@ class ComputedByAnother(TensorOperator):
     @property
     @own_modes
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B: what the frozen model gives at zero; a copy."""
+        """B: the output of the frozen model at zero; a copy."""
         return self.operator.bias.clone()
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class FrozenOperator(TensorOperator):
         return self._forwards(x, self.span, linear=True)
 
     def push_to_head(self, x: Float[Tensor, "batch in_token in_channel"], *, linear: bool = False) -> Tensor:
-        """What the affine map, or its linear part, and the head end with on each state: (batch, …) of the readout."""
+        """The readout (batch, …) of the affine map, or of its linear part, and the head at each state."""
         return self._forwards(x, self._to_end, linear=linear, to_logits=True)
 
     @property
@@ -503,7 +503,7 @@ def beside_zeros(one: Tensor, sample: int, n_samples: int) -> Tensor:
 class MeanTensor(TensorOperator, Printed):
     r"""The mean operator $\frac{1}{m}\sum_i T_{X_i}$ with the mean bias (Eq. 26), for relation decoding.
 
-    Matrix-free: it holds the operators and averages what they do. All must have one shape.
+    Matrix-free: it keeps the operators and averages their results. All must have the same shape.
     """
 
     def __init__(self, tensors: Sequence[TensorOperator]) -> None:

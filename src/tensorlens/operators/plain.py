@@ -1,4 +1,4 @@
-"""The model itself, nothing recorded: what laws compare with, and logits after whatever its code does to them."""
+"""The model itself, without recording: its states, for laws to compare with, and its own logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Singular values: of a block $T_{ij}$, of the whole operator, of matrices; and what a set of them says.
+r"""Singular values of a block $T_{ij}$, of the whole operator, and of matrices; and summaries of a set of them.
 
 The largest value of an operator that is never stored comes from Lanczos steps, one product with T and one with Tᵀ each;
 several, with their vectors, from subspace iteration, which also serves stacks of matrices.
@@ -24,7 +24,7 @@ from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 from tensorlens.views.printing import Printed
 
 EXTRA = 8
-"""Vectors that are carried beside those asked for: the last values converge with the gap to what was left out."""
+"""Extra vectors beside those asked for: the last values converge with the gap to the first value left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _check(T: TensorOperator, name: str, tolerance: float) -> None:
 
 
 def _block_spectrum(T: TensorOperator, out_token: int, in_token: int, k: int) -> Spectrum:
-    """A block is D×D, and forming it takes D cotangents whatever is wanted of it; its decomposition is then exact."""
+    """A block is D×D, and forming it takes D cotangents in any case; its decomposition is then exact."""
     block = at_least_float32(T.rows(out_token)[:, check_token(in_token, T.n_tokens, "in_token")])
     u, values, v = torch.linalg.svd(block, full_matrices=False)
     return Spectrum(values=values[:k], out_vectors=u.T[:k], in_vectors=v[:k], total=float(values.square().sum()))
@@ -282,7 +282,7 @@ def hoyer_sparsity(weights: Float[Tensor, "*batch item"]) -> Float[Tensor, "*bat
 
 
 class Split(NamedTuple):
-    """What came through a subspace and what did not, each (out_token, out_channel)."""
+    """The contributions through a subspace and outside it, each (out_token, out_channel)."""
 
     through: Tensor
     beside: Tensor

@@ -1,4 +1,4 @@
-"""`PairMap`: how much each pair of tokens, one of each input, carries of the similarity of the two."""
+"""`PairMap`: how much of the similarity of two inputs each pair of their tokens carries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PICTURES = ("a_pictures", "b_pictures", "against_pictures")
 
 
 class Pair(NamedTuple):
-    """One pair of tokens and what it carries."""
+    """One pair of tokens and its score."""
 
     row: int
     column: int
@@ -120,11 +120,11 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
 
     @property
     def bias(self) -> float:
-        """What the pairs with a bias carry together: the last row and the last column."""
+        """The sum of the pairs with a bias: the last row and the last column."""
         return float(self.scores.double().sum() - self.scores[:-1, :-1].double().sum())
 
     def top(self, k: int = 10) -> list[Pair]:
-        """The `k` pairs of tokens that carry most, by size; pairs with a bias are left out, and NaN comes last."""
+        """The `k` pairs of tokens with the largest scores of either sign, without pairs with a bias; NaN comes last."""
         k = check_whole(k, "k", 1)
         scores = self.scores[:-1, :-1]
         strength = scores.abs().nan_to_num(nan=-1.0, posinf=torch.inf).flatten()
@@ -168,7 +168,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         return {".html": page, **drawn, **super()._writers()}
 
     def _view(self) -> MapView:
-        """The pairs of tokens as a matrix; those with a bias are said, not drawn."""
+        """The pairs of tokens as a matrix; those with a bias are given in words, not drawn."""
         return MapView(
             scores=as_array(self.scores[:-1, :-1]),
             out_tokens=self.out_tokens[:-1],

@@ -25,7 +25,7 @@ AT_A_TIME = {"cuda": 2048, "cpu": 64}
 
 
 class Vectors:
-    """The vector of each input of a batch, `whole` (sample, place, channel), by what each group of tokens gives of it.
+    """The vector of each input of a batch, `whole` (sample, place, channel), split over groups of tokens.
 
     There is one place, or one per token with late interaction. Vectors are float64 on the CPU.
 

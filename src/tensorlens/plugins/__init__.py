@@ -1,6 +1,6 @@
-"""Doors from other packages: each file imports its own host, and none is imported here.
+"""Plug-ins for other packages: each file imports its own host, and none is imported here.
 
-| file | host | what it gives |
+| file | host | what it provides |
 |---|---|---|
 | `captum` | captum | `TensorAttribution`, `LLMTensorAttribution`: classes with `attribute` |
 | `inseq` | inseq | the attribution method ``"tensorlens"`` |

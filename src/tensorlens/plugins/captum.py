@@ -50,7 +50,7 @@ class TensorAttribution(Attribution):
                 None for the model's own prediction.
             additional_forward_args: Further arguments of the model's forward, in its order, such as the attention mask.
             return_convergence_delta: Whether to return also, per sample, the attributions' sum minus what T explains:
-                the logit less that of the biases. It measures rounding.
+                the logit minus the biases' part. It measures rounding.
         """
         samples = self._samples(inputs, additional_forward_args)
         targets = _targets(target, len(samples))
@@ -64,7 +64,7 @@ class TensorAttribution(Attribution):
         return (attributions, delta) if return_convergence_delta else attributions
 
     def has_convergence_delta(self) -> bool:
-        """Whether `attribute` can say how well its sum is kept: yes."""
+        """Whether `attribute` can return the error of its sum: yes."""
         return True
 
     def _samples(self, inputs: Any, more: Any) -> list[dict[str, Any]]:
@@ -100,7 +100,7 @@ class LLMTensorAttribution:
         *,
         explained: Any = None,
     ) -> LLMAttributionResult:
-        """What each token of the prompt carries of each token of the answer.
+        """How much each token of the prompt contributes to each token of the answer.
 
         Args:
             inp: A prompt: a text or a `TextTokenInput`.
@@ -139,7 +139,7 @@ def _targets(target: Any, n: int) -> list[Any]:
 
 
 def _attribution(T: AttentionTensor, target: Any) -> tuple[Tensor, float]:
-    """Attributions (token, channel) of one sample, and the logit less that of the biases."""
+    """Attributions (token, channel) of one sample, and the logit minus the biases' part."""
     place, index = target if isinstance(target, tuple) else (-1, target)
     place, logits = logits_of(T, place)
     index = int(own_prediction(logits)) if index is None else int(index)

@@ -38,7 +38,7 @@ class TensorLensAttribution(FeatureAttribution):
 
     @set_hook
     def hook(self, **kwargs: Any) -> None:
-        """Make ``logit`` what inseq explains unless it is told otherwise: T is linear in logits."""
+        """Make ``logit`` inseq's default function: T is linear in logits."""
         self._default_before = self.attribution_model._default_attributed_fn_id
         if self._default_before == "probability":
             self.attribution_model._default_attributed_fn_id = "logit"

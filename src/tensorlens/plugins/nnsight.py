@@ -24,7 +24,7 @@ def nnsight_lens(model: Any, *, rules: Rules | str | None = None) -> Lens:
 
 
 def traced_input(model: Any, inputs: Any) -> dict[str, Any]:
-    """What a lens takes, of the ``model.inputs`` saved in a trace: positional and keyword arguments.
+    """The input for a lens, from the ``model.inputs`` saved in a trace: positional and keyword arguments.
 
     Args:
         model: The model that was traced.

@@ -1,6 +1,6 @@
-r"""Operations that are kept whole: norms, softmax, attention. Each is several torch functions with one transpose.
+r"""Operations recorded as one step: norms, softmax, attention. Each is several torch functions with one transpose.
 
-`derivative` is any kernel of torch's own by its derivative at X, for functions that are rare or have no simple form:
+`derivative` replaces any torch kernel by its derivative at X, for functions that are rare or have no simple form:
 backwards by torch's backward pass, forwards by the derivative of that. Only the kernel's name is kept, so a program
 with such a step is data like any other.
 
@@ -238,7 +238,7 @@ def live_attention(
 def _cooled(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None, bool, float]:
-    """What gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
+    """The factor that gives softmax(S/τ) instead of softmax(S), as `rows_of_attention` takes it."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask / temperature
     return query, key, mask, causal, scale / temperature
@@ -363,7 +363,7 @@ def derivative(
     part: int | None,
     is_linear: bool,
 ) -> Tensor:
-    """What a kernel gave at X and, by its derivative there, how that moves with some of its arguments.
+    """The output of a kernel at X and, by its derivative there, how it moves with some of its arguments.
 
     Args:
         moved: The arguments that move.

@@ -74,7 +74,7 @@ class Constants(Sequence[Tensor]):
             self._versions[n] = None if value.is_inference() else value._version
 
     def check(self, places: Iterable[int] | None = None) -> None:
-        """Raise if a weight was written to since it was bound: T belongs to the model as it was.
+        """Raise if a weight was written to since it was bound: T describes the model as it was.
 
         Args:
             places: Those that matter; all if None.

@@ -93,7 +93,7 @@ def count_heads(program: Program, mixture: Mixture) -> int | None:
 
 
 def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
-    """The numbers as the first layer that reads them finds them; None where they are lost on the way."""
+    """The numbers as they arrive at the first layer that reads them; None if they are lost on the way."""
     for step in program.readers.get(slot, ()):
         if step.operation == "linear":
             return numbers

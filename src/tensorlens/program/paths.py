@@ -54,12 +54,12 @@ _NOTHING = torch.empty(0)
 
 
 class NotFoldable(AnatomyError):  # noqa: N818  (its message is a reason, not an error)
-    """A block is made of more than one attention and maps that act on every token alone."""
+    """A block is made of something other than one attention and maps that act on every token alone."""
 
 
 @contextmanager
 def naming_block(name: str, n: int) -> Iterator[None]:
-    """Name the block that cannot be folded, and say what follows from that."""
+    """The error that names a block that cannot be folded and its consequence."""
     try:
         yield
     except NotFoldable as error:
@@ -437,7 +437,7 @@ class Wiring:
         return shared if self.branches and not self.is_parallel and has_norm(shared) else ()
 
     def slot_of(self, *paths: Path) -> int | None:
-        """The last slot that holds the sum of these paths and nothing else."""
+        """The last slot that is the sum of exactly these paths."""
         return next((slot for slot in reversed(self.found) if set(self.found[slot].paths) == set(paths)), None)
 
 

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 def without_gradients(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """As `torch.no_grad` does, which takes longer than a short program."""
+    """The same as `torch.no_grad`, which takes longer than a short program."""
 
     @wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -348,7 +348,7 @@ def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> A
 
 
 def _without_constants(program: Program) -> Program:
-    """Leave out what is added, and the steps that then do nothing."""
+    """Leave out added constants, and the steps that then do nothing."""
     steps, constants = list[Step](), _Growing(program.constants)
     same: dict[int, int] = {}  # for the result of each addition that was left out, the slot that now holds it
 

@@ -170,7 +170,7 @@ class KeptBlocks:
                 run.forget_constant(n)
 
     def _has_room(self) -> bool:
-        """Whether the constants so far are within their share; a device is asked what is free when there are many."""
+        """Whether the constants so far are within their share of memory, which is only queried if there are many."""
         if self._spent > SHARE_OF_RECORDING * ALWAYS_FITS and not self._budget:
             self._budget = SHARE_OF_RECORDING * (free_bytes(self._device) + self._spent)
         return self._spent <= max(self._budget, SHARE_OF_RECORDING * ALWAYS_FITS)

@@ -56,7 +56,7 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Enable autograd in this context: at the level of kernels and in inference mode torch has it off."""
+    """Enable autograd in this context: at the level of kernels and in inference mode torch switches it off."""
     kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
@@ -65,7 +65,7 @@ def differentiable() -> Iterator[None]:
 
 
 def leaf(x: Tensor) -> Tensor:
-    """A tensor whose derivatives are asked for."""
+    """A leaf tensor for derivatives."""
     return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
 
 

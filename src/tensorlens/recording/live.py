@@ -1,4 +1,4 @@
-"""A tensor that knows its slot: it takes the rules along wherever the model's code carries it."""
+"""A tensor that knows its slot: the rules go with it wherever the model's code passes it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def spec_of(value: Tensor) -> Spec:
 
 
 class Followed(Tensor):
-    """A tensor of a recording: it takes the rules along wherever the model's code carries it.
+    """A tensor of a recording: the rules go with it wherever the model's code passes it.
 
     `role`: what it came from, as far as a product needs to know.
     `of`: the tape it belongs to.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
 
 NOTED = (Tensor, tuple, list)
-"""What functions give that are noted."""
+"""Types of results that are noted."""
 
 SAME = frozenset(["clone", "contiguous", "detach", "to", "dropout", "alias"])
 """Functions that may return the numbers they take: the argument is the state as much as the result."""
@@ -86,7 +86,7 @@ class Prologue(TorchFunctionMode):
 
 
 class Reborn(TorchFunctionMode):
-    """Gives a state a different value where it is made, so that everything computed from it sees that value.
+    """Gives a state a different value where it is made, so everything computed from it uses that value.
 
     Args:
         birth: Which of the noted functions makes it.

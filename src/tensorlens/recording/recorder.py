@@ -57,7 +57,7 @@ class StartEarly(BaseException):
 
 
 class WithinMode(BaseException):
-    """Asks for a new pass that sees kernels from the beginning: what becomes live does so in a mode of the model's."""
+    """Asks for a new pass that sees kernels from the start: values become live inside a mode of the model's."""
 
 
 class OtherParts(BaseException):

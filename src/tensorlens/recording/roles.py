@@ -1,4 +1,4 @@
-"""Roles: what a tensor came from, as far as a product needs to know.
+"""Roles: the origin of a tensor, as far as a product needs to know it.
 
 Which factor of a product gates is meaning, not calculus: in φ(W_g x) ⊙ (W_u x) the activated factor is the gate, in
 z ⊙ σ(z) the sigmoid is. So tensors carry a role, which linear functions pass on and contractions with a weight drop.

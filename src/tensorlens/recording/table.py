@@ -89,7 +89,7 @@ DESCRIBES = words(
 
 
 class Function(NamedTuple):
-    """What a torch function is to a recording.
+    """How a recording treats a torch function.
 
     Attributes:
         name: One name for all its spellings.

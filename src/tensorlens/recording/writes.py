@@ -263,7 +263,7 @@ def _plain_again(x: Tensor) -> Tensor:
 
 
 def version_of(x: Tensor) -> int:
-    """How often its memory was written to; `UNCOUNTED` for tensors of inference mode, which do not count."""
+    """How often its memory was written to; `UNCOUNTED` for tensors made in inference mode, which have no count."""
     try:
         with quiet():
             return x._version

@@ -1,7 +1,7 @@
-"""Samples for a study: rows of csv, tsv, jsonl, txt and parquet files, pictures, or what the `datasets` library reads.
+"""Samples for a study: rows of csv, tsv, jsonl, txt and parquet files, pictures, or data of the `datasets` library.
 
-What comes out is a list in a fixed order with a fingerprint of its content, so a run can tell whether it
-continues on the data it began with. Tokens and pixels are left to the studies. `RowFile` gives the same rows
+The result is a list in a fixed order with a fingerprint of its content, so a run can tell whether the data changed.
+Tokens and pixels are left to the studies. `RowFile` gives the same rows
 a part at a time, for data that does not fit into memory.
 """
 
@@ -41,9 +41,9 @@ class Dataset:
     Attributes:
         kind: Whether `items` are texts or images.
         items: The texts, or the images: paths, or what a row holds.
-        names: What each sample is called: a file name, or its place in the file.
-        labels: What each sample is labelled with, if that is known.
-        columns: For each sample what else its row holds, as plain values.
+        names: The name of each sample: a file name, or its place in the file.
+        labels: The label of each sample, if known.
+        columns: The other columns of each sample's row, as plain values.
         fingerprint: Digest of the content.
     """
 

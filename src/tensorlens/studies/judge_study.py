@@ -49,7 +49,7 @@ WRONG = "the model is wrong"
 WORD_OVERLAP = "control.word_overlap"
 EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
-"""The paper's operator: every other method has its difference to it beside it."""
+"""The paper's operator: other methods are shown with their difference to it."""
 SAME_AS_A_MEMBER = "gradient.times_input"
 """Which is ``tensor.in_class@jacobian``."""
 EXACTLY_KNOWN = "control.random"
@@ -87,7 +87,7 @@ class JudgeOptions(Options, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One question whose answer is known.
+    """One question with a known answer.
 
     Attributes:
         judge: Name of the judge.

@@ -265,7 +265,7 @@ def parts_on_ray(
 
 
 def _tell_of_quiet(n_actors: int, n_gpus: int, free: dict[str, float]) -> None:
-    """Processes that find no place wait for ever, and so do the parts that they were given."""
+    """Warn about processes that find no place: they wait for ever, and so do their parts."""
     kind = "GPU" if n_gpus else "CPU"
     tqdm.write(
         f"tensorlens: no part has come back for {QUIET_SECONDS:.0f} s. Expected room for {n_actors} processes, one "

@@ -1,4 +1,4 @@
-"""How a study takes its options: a record, single keywords, or a record with some of them changed.
+"""The options of a study: a record, single keywords, or a record with some of them changed.
 
 Each study has one `Options` record, which checks itself when it is made and can be read from a file; this is the one
 place where it is made. Methods may name a rule set after an @: ``tensor.in_class@attn_lrp``.

@@ -1,4 +1,4 @@
-"""The model left to itself: its states, read or replaced at the borders of its blocks, and its outputs in batches.
+"""The unmodified model: its states, read or replaced at the borders of its blocks, and its outputs in batches.
 
 Studies compare the operator with the true model: F at other inputs, its Jacobian, its own head on a predicted state,
 and what it makes of copies with some tokens replaced.

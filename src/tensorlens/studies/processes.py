@@ -1,4 +1,4 @@
-"""Several processes that share a run: who this one is, as torchrun and `accelerate launch` say."""
+"""Several processes that share a run: the rank of this one, as torchrun and `accelerate launch` set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How studies say their results: means with bootstrap intervals, tables, and a run's `report.html`.
+"""How studies report results: means with bootstrap intervals, tables, and a run's `report.html`.
 
 The same seed and number of units give the same draws, so differences are paired. The page has no links to anywhere.
 """

@@ -8,8 +8,8 @@
 | `report.html`   | the same for people                                                                 |
 
 Several processes (torchrun, `accelerate launch`) share the folder: process r of w takes groups r, r + w, … of the
-samples and writes `samples.r.jsonl`; process 0 joins the files. Nothing is sent between them, so a file system they
-share is enough. The samples of a group are measured together or not at all, so that a number does not depend on where
+samples and writes `samples.r.jsonl`; process 0 joins the files. Nothing is sent between them, so a shared file system
+is enough. The samples of a group are measured together or not at all, so that a number does not depend on where
 a run was interrupted. What a study measures, and its report, belong to the studies.
 """
 
@@ -400,7 +400,7 @@ def read_run_file(path: Path, advice: str, kind: Any = dict[str, Any]) -> dict[s
 
 
 def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """A run may be continued if all that its results depend on is the same: settings, study, versions.
+    """A run may be continued if everything that its results depend on is the same: settings, study, versions.
 
     Args:
         config: The file that holds what the run was started with.
@@ -449,7 +449,7 @@ def tensor_digest(value: Tensor) -> str:
 
 
 def model_settings(lens: Lens) -> dict[str, Any]:
-    """What a run's numbers depend on of the model: a different model in the same folder is refused."""
+    """The properties of the model that a run's numbers depend on: a different model in the same folder is refused."""
     return {
         "model": lens.name,
         "model_class": type(lens.model).__name__,

@@ -1,4 +1,4 @@
-r"""T collapsed with both embedding matrices: which word here speaks for which word there?
+r"""T collapsed with both embedding matrices: which input word supports which output word?
 
 For an input j and an output i, $U\,T_{ij}\,E^\top$ has an entry for each pair of words: how much the word v at j, by
 its embedding $e_v$, adds to the logit of the word w at i, with the pass kept fixed.

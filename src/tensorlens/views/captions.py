@@ -1,4 +1,4 @@
-"""Captions: every word that stands beside a map, in one place. Page, terminal and figures print what is made here."""
+"""Captions: all text beside a map, in one place, for page, terminal and figures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from tensorlens.views.labels import shorten, visible
 
 FIRST = ("target", "model", "blocks", "heads", "certificate", "rules", "versions")
-"""Keys of `meta` that are said first, in this order; others follow as they come."""
+"""Keys of `meta` that are printed first, in this order; others follow in their own order."""
 
 NOT_SAID = frozenset(
     ("grid", "image", "pictures", "standard_error", "out_positions", "offsets", "causal", "answer_parts", "kept")
     + ("set_aside", "sink", "sink_gives", "sums_to", "why", "headline")
 )
-"""Keys of `meta` that are drawn, and not said."""
+"""Keys of `meta` that are drawn, not printed."""
 
 BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives")
 """Keys of `meta` that may hold a list with one entry for each output."""
@@ -34,10 +34,10 @@ def row_caption_lines(meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, t
 
 
 MOST_LISTED, MOST_CHARACTERS = 12, 300
-"""How much is said of a list, and of a text."""
+"""How many entries of a list, and characters of a text, are printed."""
 
 NOT_DERIVED = "not derived from T"
-"""What stands in the place of a certificate beside a baseline or a control."""
+"""The text in place of a certificate for a baseline or a control."""
 
 
 BIAS = "Bias share"
@@ -88,7 +88,7 @@ def why_headline(target: str, probability: float | None, against: str | None, wh
 
 
 LAST_WORDS = 4
-"""How many words before a prediction a headline quotes."""
+"""Number of words that a headline quotes before a prediction."""
 
 
 def after(text: str) -> str:
@@ -269,9 +269,9 @@ def _plain(value: Any) -> str:
 
 
 def _beginning(text: Any) -> str:
-    """A long text is not said again in full: its tokens are the map."""
+    """A long text is cut: its tokens are in the map."""
     return shorten(_plain(text), MOST_CHARACTERS)
 
 
 _PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range, "text": _beginning}
-"""How to print what is not printed as it is."""
+"""How to print values that need a format of their own."""

@@ -1,6 +1,6 @@
 """Labels: token text made safe to look at, and which characters matplotlib can draw.
 
-A token is shown, never obeyed: control characters, direction overrides and lone surrogates
+Tokens are shown and never interpreted: control characters, direction overrides and lone surrogates
 become visible escapes. The page does the same in `static/labels.js`.
 """
 

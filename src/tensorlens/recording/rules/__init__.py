@@ -1,4 +1,4 @@
-"""What each kind of operation becomes: one file per kind. Importing fills the table."""
+"""The rules, one file per kind of operation. Importing them fills the table."""
 
 from tensorlens.recording.rules import (  # noqa: F401
     activations,

@@ -200,7 +200,7 @@ ALIKE = 0.99
 """The cosine above which two states are taken to be the same, whatever token stands there."""
 
 COMMON = range(256, 512)
-"""Tokens to try: vocabularies begin with special tokens and bytes, then come the most common ones."""
+"""Tokens to try: vocabularies begin with special tokens and bytes, followed by the most common tokens."""
 
 NOTE = "sink held"
 """Note of the step that replaces the first position's values by held ones."""

@@ -542,7 +542,7 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
 def look_at_gradients(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nothing: a hook on a gradient is not part of the pass."""
+    """Ignore a hook on a gradient: it is not part of the pass."""
     return RemovableHandle(OrderedDict()) if name != "retain_grad" else None
 
 
@@ -598,7 +598,7 @@ REASONS = {
     "`backward` or `torch.func`), and no rule says what the operator carries through a derivative. Write the "
     "derivative out in plain torch functions.",
 }
-"""Why functions are refused that torch would run."""
+"""Why functions that torch would run are refused."""
 
 for _names, _reason in REASONS.items():
 

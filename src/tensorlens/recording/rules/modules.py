@@ -170,10 +170,10 @@ KERNELS: dict[str, tuple[str, ...]] = {}
 
 
 def kernel(*function_names: str, hold: str) -> None:
-    """Say that functions of these names hold some of their arguments and are linear in the others.
+    """Declare that functions of these names keep some of their arguments fixed and are linear in the others.
 
     Args:
-        function_names: As the model's code calls them.
+        function_names: Names by which the model's code calls them.
         hold: Names of the arguments that gate, separated by spaces.
     """
     KERNELS.update(dict.fromkeys(function_names, tuple(hold.split())))

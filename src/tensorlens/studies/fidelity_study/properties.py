@@ -89,7 +89,7 @@ def tensor_properties(
 
 
 def default_out_token(T: AttentionTensor) -> int:
-    """The last token of a language model, the first token of another model."""
+    """The last token of a language model, the first token of any other model."""
     return T.shape[0] - 1 if T.operator.recording.head is not None else 0
 
 

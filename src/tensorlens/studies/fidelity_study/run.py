@@ -47,7 +47,8 @@ class FidelityOptions(Options, frozen=True, kw_only=True):
         n_probes: Probes of the distance to the Jacobian.
         seed: Seed of everything drawn.
         stride: Properties at every `stride` blocks; 0 leaves them out.
-        out_token: The output whose slice is looked at; None for the last of a language model, the first of another.
+        out_token: The output whose slice is measured; if None, the last of a language model and the first of other
+            models.
     """
 
     sizes: tuple[float, ...] = SIZES
@@ -75,7 +76,7 @@ def fidelity(
     progress: bool | None = None,
     **changes: Any,
 ) -> StudyResult:
-    """Measure how far tensor and Jacobian are from the model around inputs, and what the bounds allow; write a run.
+    """Measure the errors of tensor and Jacobian around inputs, beside what the bounds allow; write a run.
 
     Args:
         lens: Any model.

@@ -1,6 +1,6 @@
-"""The paper's protocol as a record and a file: what it says, and our choice where it leaves something open.
+"""The paper's protocol as a record and a file, with our choice where the paper leaves something open.
 
-A file (.json or .toml) holds any part of `Protocol`; the rest is as here. So it can be corrected.
+A file (.json or .toml) can replace any part of `Protocol`; the rest keeps the values given here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The perturbation study: replace the tokens a method calls relevant and see how far the output moves.
 
-A method that ranks tokens by what they really carry makes the output move early. One recording of each sample serves
+If a method ranks the tokens that matter first, the output moves early. One recording of each sample serves
 all methods; the replaced copies go through the plain model in batches, those of several samples together.
 """
 
@@ -43,7 +43,7 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
         watch: The output whose state is watched and explained: ``first``, ``last``, the ``mean`` of all, or by
             ``auto`` the last of a decoder and the first of another model.
         presets: For decoders, one or both of ``strict`` (the last token stays) and ``paper-like`` (it may go).
-        keep_first: So many tokens at the beginning are never replaced, besides special ones.
+        keep_first: Number of tokens at the beginning that are never replaced, besides special ones.
         replacements: What takes a token's place. Texts: ``token`` (mask, unknown, padding or end token), ``zero``,
             ``mean`` (embeddings), ``attention`` (masked out), ``delete``. Images: ``black``, ``mean``, ``blur``.
             The first of these if None.
@@ -178,7 +178,7 @@ def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOpti
 
 
 def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]:
-    """Samples that are measured together: of like length, the longest first, so that memory runs out early if at all.
+    """Samples that are measured together, of similar length, the longest first, to run out of memory early if at all.
 
     They depend on data and options alone, not on how many processes there are or on what is done already.
     """

@@ -1,4 +1,4 @@
-"""What is perturbed: which texts or images a run sees, how they become samples, and copies with some tokens replaced.
+"""Samples of a perturbation run: which texts or images it sees, and copies with some tokens replaced.
 
 A random draw takes one sample from each label, class or article in turn, so a small one is not all of one kind: the
 test part of IMDB is sorted by label, ImageNet's folders by class, and windows of WikiText lie side by side.
@@ -318,7 +318,7 @@ class Texts:
 
     @property
     def replacement_id(self) -> int:
-        """The mask token, or what comes nearest: unknown, padding, end of text."""
+        """The mask token, or the nearest to it that exists: unknown, padding, end of text."""
         for name in ("mask_token_id", "unk_token_id", "pad_token_id", "eos_token_id"):
             found = getattr(self.tokenizer, name, None)
             if found is not None:

@@ -197,7 +197,7 @@ class Tokens:
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """Ids put before every text: what separates documents, as LRE does, unless the tokenizer opens texts itself."""
+        """Ids put before every text: the separator of documents, as in LRE, unless the tokenizer adds one itself."""
         own = self.tokenizer("a")["input_ids"]
         if own and own[0] in (self.tokenizer.all_special_ids or ()):
             return ()
