@@ -16,7 +16,7 @@ from damage import ALL, BYTES, MOST_BYTES, SAMPLE, WORDS, peak, refusals
 from safetensors.torch import load_file
 
 from tensorlens.errors import LoadError
-from tensorlens.models import foreign_files, torch_folders
+from tensorlens.models import conversions, foreign_files
 from tensorlens.models.bundled import BUNDLED, Installed
 from tensorlens.models.gguf import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
@@ -36,7 +36,7 @@ def _folder(path: Path, *, pickled: bool = False) -> Path:
         torch.save(model.state_dict(), path / "pytorch_model.bin")
     vocabulary = path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]))
-    torch_folders.build_tokenizer(vocabulary, ".", 32).save_pretrained(path)
+    conversions.build_tokenizer(vocabulary, ".", 32).save_pretrained(path)
     return path
 
 
@@ -177,7 +177,7 @@ def test_the_header_of_a_gguf_file_is_read_once(tmp_path: Path, monkeypatch: pyt
     assert opened == [file]
     assert gguf.GGUFReader is before
     usual_reader = gguf.GGUFReader(file)
-    with read_once(file):
+    with read_once():
         assert gguf.GGUFReader(str(file)) is gguf.GGUFReader(file)
         for name, field in gguf.GGUFReader(file).fields.items():
             assert field.contents() == usual_reader.fields[name].contents()

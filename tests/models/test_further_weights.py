@@ -12,11 +12,9 @@ import torch
 import transformers
 
 import tensorlens as tl
-from tensorlens.models import onnx_files
-from tensorlens.models.archives import one_file
 from tensorlens.models.bundled import BUNDLED, Bundled, Installed, Recipe, is_installed
-from tensorlens.models.gguf import convert_gguf
-from tensorlens.models.gguf_encoders import NOMIC_BERT
+from tensorlens.models.conversions import one_file, read_weights
+from tensorlens.models.gguf import NOMIC_BERT, convert_gguf
 from tensorlens.models.loading import load_pretrained
 from tensorlens.models.resolving import bundled_folder
 
@@ -165,7 +163,7 @@ def test_whole_numbers_and_anonymous_products_of_an_onnx_file(tmp_path: Path) ->
     made = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in stored.items()]
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph(nodes, "tiny", [], [], made)), tmp_path / "tiny.onnx")
     recipe = Recipe(model="", names={"m.": "decoder."})
-    found = onnx_files.read_weights(recipe, [tmp_path / "tiny.onnx"])
+    found = read_weights(recipe, [tmp_path / "tiny.onnx"])
     expected = {
         "decoder.block.norm.weight": plain[0],
         "decoder.table.weight": (whole["t"] - 3.0) * 0.5,

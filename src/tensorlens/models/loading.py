@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
 from tensorlens.models.cache import cache_folder
@@ -24,33 +25,24 @@ from tensorlens.models.foreign_files import (
     foreign_reader,
 )
 from tensorlens.models.forward_signature import forward_parameters
-from tensorlens.models.remote_code import build, remote_class
 from tensorlens.models.resolving import local_folder, weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_AUTO_CLASSES = {
-    "none": "AutoModel",
-    "causal_lm": "AutoModelForCausalLM",
-    "masked_lm": "AutoModelForMaskedLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "image_classification": "AutoModelForImageClassification",
-}
-
-HEADS = ("auto", *_AUTO_CLASSES)
-"""What `head=` takes: the checkpoint's own head (`auto`), none, or a named one."""
+_WITH_HEADS = (
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForImageClassification",
+)
+"""By which of them a checkpoint with code of its own may name the class of its model."""
 
 PLAIN_ATTENTION = (None, "eager", "sdpa")
 """Attention that the configuration of a checkpoint may choose without the user."""
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 # Parts that no hidden state passes through, so a checkpoint without them counts as complete.
 _UNUSED_PARTS = ("pooler", "mask_token")
@@ -82,10 +74,9 @@ def load_pretrained(
     device_map: str | dict[str, Any] | None = None,
     attention: str | None = None,
     trust_remote_code: bool = False,
-    head: str = "auto",
     revision: str | None = None,
 ) -> Loaded:
-    """Load a model with its tokenizer or image processor.
+    """Load a model with its tokenizer or image processor, and with the checkpoint's own head if its weights are there.
 
     Args:
         name: Bundled short name, `.gguf` file, local folder or hub id, looked up in this order.
@@ -94,20 +85,19 @@ def load_pretrained(
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
         attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
-        head: Output head; by default the checkpoint's own, or none if its weights are not there.
         revision: Which state of it: a branch, tag or commit of the hub, or a checkpoint folder inside the folder.
 
     Raises:
         LoadError: The model cannot be found or read, or an option is unknown.
     """
-    options = _options(device, dtype, device_map, attention, trust_remote_code, head)
+    options = _options(device, dtype, device_map, attention, trust_remote_code)
     with _quiet():
         folder = local_folder(name, revision)
         with _converted(folder):
             config = _load_config(name, folder, trust_remote_code)
             if attention is None:
                 _pin_attention(config)
-            model = _load_model(name, folder, config, head, options)
+            model = _load_model(name, folder, config, options)
             processor = _load_processor(name, folder, model, trust_remote_code)
     if device_map is None:
         model = model.to(_device(device))  # pyright: ignore[reportArgumentType]
@@ -120,11 +110,8 @@ def _options(
     device_map: str | dict[str, Any] | None,
     attention: str | None,
     trust_remote_code: bool,
-    head: str,
 ) -> dict[str, Any]:
     """Keyword arguments for `from_pretrained`, all checked before anything is read."""
-    if head not in HEADS:
-        raise LoadError(f"head= takes {', '.join(HEADS)}; got {head!r}. Leave it out for the checkpoint's own.")
     if device_map is not None and device is not None:
         raise LoadError(f"Either device= or device_map= places a model; got {device!r} and {device_map!r}. Drop one.")
     _device(device)
@@ -161,7 +148,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
     if dtype in _DTYPES:
-        return _DTYPES[str(dtype)]
+        return getattr(torch, str(dtype))
     raise LoadError(f"dtype= takes {', '.join(_DTYPES)}, auto or a floating torch dtype; got {dtype!r}.")
 
 
@@ -211,14 +198,12 @@ def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> Pre
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def _load_model(
-    name: str | Path, folder: Path, config: PretrainedConfig, head: str, options: dict[str, Any]
-) -> PreTrainedModel:
-    """The model with its head; without it where `auto` finds no weights for one."""
+def _load_model(name: str | Path, folder: Path, config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+    """The model with its head; without it where there are no weights for one."""
     import transformers
 
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
-        model_class = model_class_of(config) if head == "auto" else getattr(transformers, _AUTO_CLASSES[head])
+        model_class = model_class_of(config)
     files = weight_files(folder)
     for file in files:
         if file.suffix == ".bin":
@@ -226,10 +211,9 @@ def _load_model(
     if not (options["trust_remote_code"] or getattr(config, "auto_map", None)):  # another's code is not run twice
         check_proportion(name, config, model_class, files)
     model, missing = _read(name, folder, model_class, config, options)
-    if head == "auto" and missing:
-        prefix = f"{model.base_model_prefix}."
-        if model.base_model is not model and not any(key.startswith(prefix) for key in missing):
-            model, missing = _read(name, folder, transformers.AutoModel, config, options)
+    prefix = f"{model.base_model_prefix}."
+    if missing and model.base_model is not model and not any(key.startswith(prefix) for key in missing):
+        model, missing = _read(name, folder, transformers.AutoModel, config, options)
     check_complete(name, model, missing)
     return model
 
@@ -241,8 +225,8 @@ def model_class_of(config: PretrainedConfig) -> Any:
 
     architecture = (getattr(config, "architectures", None) or [""])[0]
     remote = getattr(config, "auto_map", None) or {}
-    for auto_class in _AUTO_CLASSES.values():
-        if auto_class != "AutoModel" and remote.get(auto_class, "").endswith(f".{architecture}"):
+    for auto_class in _WITH_HEADS:
+        if remote.get(auto_class, "").endswith(f".{architecture}"):
             return getattr(transformers, auto_class)
     if architecture.endswith("ForPreTraining") and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return transformers.AutoModelForMaskedLM
@@ -271,14 +255,57 @@ def _read(
 def _built(
     model_class: Any, folder: Path, config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[Any, list[str]] | None:
-    """A model of remote code, built in real memory; None where transformers has to load it."""
+    """A model whose code comes with its weights, built in real memory; None where transformers has to load it.
+
+    transformers builds a model without memory first, and gives it memory and weights later. Code written for an older
+    version may not survive that: it lacks the call of `post_init` that the loader relies on, or makes a table (of
+    rotary angles) that no file holds and that would stay empty. So such a model is built as its code says, and then
+    takes its weights from the files.
+    """
     if not options["trust_remote_code"] or "device_map" in options or getattr(config, "quantization_config", None):
         return None
-    kind = remote_class(config, model_class.__name__, folder)
+    reference = (getattr(config, "auto_map", None) or {}).get(model_class.__name__)
+    if reference is None:
+        return None
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
     if "attn_implementation" in options:
         config._attn_implementation = options["attn_implementation"]
     dtype = options["dtype"] if options["dtype"] != "auto" else getattr(config, "dtype", None) or torch.float32
-    return None if kind is None else build(kind, config, folder, dtype)
+    return _build(get_class_from_dynamic_module(reference, folder), config, folder, dtype)
+
+
+def _build(kind: type[nn.Module], config: Any, folder: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]] | None:
+    """The model with its weights, and those that no file holds; None where the files name weights that it has not.
+
+    Those are checkpoints whose weights transformers renames while loading. Weights are cast to `dtype`;
+    tables that no file holds stay as the code made them: complex angles are not real numbers.
+    """
+    model = kind(config)
+    wanted, found = model.state_dict(), set()
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        weights = _weights(file)
+        if not set(weights) <= set(wanted):
+            return None
+        found |= set(weights)
+        model.load_state_dict(weights, strict=False)
+    if hasattr(model, "all_tied_weights_keys"):  # which `post_init` made
+        model.tie_weights()  # type: ignore[operator]
+    wanted = model.state_dict()
+    shared = {wanted[name].data_ptr() for name in found}
+    missing = sorted(name for name, weight in wanted.items() if name not in found and weight.data_ptr() not in shared)
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.to(dtype)
+    return model, missing
+
+
+def _weights(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".bin":
+        return torch.load(file, map_location="cpu", weights_only=True)
+    from safetensors.torch import load_file
+
+    return load_file(file)
 
 
 def _load_processor(name: str | Path, folder: Path, model: PreTrainedModel, trust_remote_code: bool) -> Any | None:

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tensorlens.errors import LoadError
-from tensorlens.models.archives import unpack_folder
 from tensorlens.models.bundled import BUNDLED, Installed, find_installed, near_names
 from tensorlens.models.cache import cache_key, convert_once
+from tensorlens.models.conversions import convert_onnx, convert_torch_folder, unpack_folder
 from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.models.gguf import check_magic, convert_gguf
-from tensorlens.models.onnx_files import convert_onnx
-from tensorlens.models.torch_folders import convert_torch_folder
 
 PATIENCE_SECONDS = 5.0
 """How long to wait for the hub to answer."""
@@ -134,7 +132,7 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
     if text in FORMER_NAMES:
         raise LoadError(f"{text!r} is {FORMER_NAMES[text]!r} on the hub. Use that name.")
     if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
-        near = [FORMER_NAMES[text]] if text in FORMER_NAMES else near_names(text)
+        near = near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
             f"{text!r} is neither a bundled model nor a folder here. {hint} "
