@@ -50,8 +50,8 @@ def pieces_of(file: Path, count: int) -> list[Path]:
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_folder_in_a_zip_in_pieces(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=8))
+    sizes: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model: Any = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=8))
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "modules.json").write_text("[]")
     (tmp_path / "model" / "run.py").write_text("raise SystemExit")
@@ -62,7 +62,7 @@ def test_a_folder_in_a_zip_in_pieces(tmp_path: Path) -> None:
     row = Bundled(name="tiny", distributions=("x==1",), files=(), kind="zip", inside="inner", about="", licence="")
     folder = bundled_folder(Installed(row, tuple(pieces_of(tmp_path / "all.zip", 3))))
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", "modules.json"}
-    again = load_pretrained(folder, device="cpu").model
+    again: Any = load_pretrained(folder, device="cpu").model
     assert torch.equal(again.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight)
 
 
@@ -149,7 +149,7 @@ def test_whole_numbers_and_anonymous_products_of_an_onnx_file(tmp_path: Path) ->
     draw = np.random.default_rng(0)
     whole = {name: draw.integers(-100, 100, shape, dtype=np.int8) for name, shape in (("t", (5, 3)), ("p", (3, 4)))}
     plain = draw.standard_normal((4, 3)).astype(np.float32)
-    stored: dict[str, np.ndarray[Any, Any]] = {"m.block.norm.weight": plain[0], "onnx::MatMul_3": plain}
+    stored: dict[str, Any] = {"m.block.norm.weight": plain[0], "onnx::MatMul_3": plain}
     for name, base in (("t", "m.table.weight"), ("p", "onnx::MatMul_1")):
         stored |= {f"{base}_quantized": whole[name], f"{base}_scale": np.float32(0.5), f"{base}_zero_point": np.int8(3)}
     node = onnx.helper.make_node
@@ -255,7 +255,7 @@ def test_rxnfp_has_fifty_classes_and_tells_reactions_apart() -> None:
 def unrounded(file: Path) -> Any:
     """A session of the file with its whole-number weights, but without the rounding of activations."""
     import onnx
-    import onnxruntime
+    import onnxruntime  # pyright: ignore[reportMissingImports]
     from onnx import helper, numpy_helper
 
     model, alias, nodes = onnx.load(file), dict[str, str](), []
@@ -265,7 +265,7 @@ def unrounded(file: Path) -> Any:
         if node.op_type.endswith("QuantizeLinear"):
             alias[node.output[0]] = inputs[0]
             if node.op_type.startswith("Dynamic"):
-                model.graph.initializer.append(numpy_helper.from_array(np.float32(1.0).reshape(()), node.output[1]))
+                model.graph.initializer.append(numpy_helper.from_array(np.array(1.0, np.float32), node.output[1]))
         elif node.op_type == "DequantizeLinear" and node.input[0] in alias:
             alias[node.output[0]] = inputs[0]
         elif node.op_type == "MatMulInteger":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -16,7 +17,7 @@ from tensorlens.errors import LoadError, MissingExtraError
 from tensorlens.models import loading, resolving
 from tensorlens.models.loading import load_pretrained
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

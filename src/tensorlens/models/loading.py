@@ -62,7 +62,7 @@ class Loaded:
     """
 
     model: PreTrainedModel
-    processor: Any | None
+    processor: Any
     name: str
 
 
