@@ -17,18 +17,20 @@ from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
 
 _NOTES = """
 Each row is a tiny model of that type with every parameter drawn at random, including biases and gains. It is recorded
-at one input and certified: value, linearity away from the input, adjoint identity, completeness with a bias from a
-run at zero, and composition of blocks. The model stayed bit-identical. *Error* is the largest of
-these errors. Models whose own code computes parts in float32 reach about 1e-7, the others 1e-15. *Capture* compares
-the operator under the Jacobian's rules with finite differences of the model. A lost path would show there by its
-size; up to 2e-2 is accepted. *B unexplained* is what remains of the bias when every additive parameter that a step
-reads is zero (joint homogeneity). It comes from constants in the model's code: running means of batch norms, clamps,
-the 1 in (u + 1) ⊙ φ(g), fixed positions added inside, parameters that the model joins or interpolates before it adds
-them (`wavlm`, `yolos`), and values that it passes around its blocks (`swin2sr`). *not built* with SDPA usually means
-that transformers does not offer it.
+at one input and certified, and stays bit-identical.
 
-A blank under *conventions* means that no product of two live tensors carries a gradient, so the rules alone determine
-T. Gated feed-forwards follow `Rules(gate=...)`. In recurrences the gates are kept fixed (*held*) and the carried
+- *error*: the largest error of value, linearity away from the input, adjoint identity, completeness and composition:
+  about 1e-7 if the model's own code computes parts in float32, otherwise 1e-15.
+- *capture*: the operator under the Jacobian's rules, compared with finite differences of the model. A lost path would
+  show by its size; up to 2e-2 is accepted.
+- *B unexplained*: what remains of the bias when every additive parameter that a step reads is zero. It comes from
+  constants in the model's code: running means of batch norms, clamps, the 1 in (u + 1) ⊙ φ(g), fixed positions,
+  parameters that the model joins or interpolates before it adds them (`wavlm`, `yolos`), and values that it passes
+  around its blocks (`swin2sr`).
+- *conventions*: products of two live tensors that rest on a choice. If blank, the rules alone determine T.
+- *not built*: with SDPA, usually an attention that transformers does not offer for this type.
+
+Gated feed-forwards follow `Rules(gate=...)`. In recurrences the gates are kept fixed (*held*) and the carried
 values stay linear:
 
 {roles}
