@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -108,9 +109,10 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
         best: dict[int, float] = {}
         if short is not None:
             found.note(short)
-            best, whole = _of_model(short, generator)
+            with suppress(NotLinearError):  # torch has no forward derivative of some kernel
+                best, found.whole = _of_model(short, generator)
             doubtful = [n for n in doubtful if not best.get(n, float("inf")) <= tolerances.CAPTURE]
-            found.whole = whole if doubtful else None
+            found.whole = found.whole if doubtful else None
         kinds = _kinds(recording, origin) if recording.states[0].dtype in HALF else [[n] for n in doubtful]
         calls = _calls(recording, origin, 1 + max(kind[0] for kind in kinds)) if kinds else []
         for kind in kinds:

@@ -200,7 +200,8 @@ def _of_capture(seen: Capture, *, has_model: bool) -> tuple[str, ...]:
     if seen.left_out:
         blocks = ", ".join(map(str, seen.left_out))
         found.append(
-            f"finite differences cannot check block {blocks}: it does not run on its own, or rounds to half precision"
+            f"finite differences cannot check block {blocks}: it does not run on its own, rounds to half precision, or "
+            "has a function without a forward derivative"
         )
     if seen.error is not None and seen.error > tolerances.CAPTURE and seen.jumping:
         found.append(

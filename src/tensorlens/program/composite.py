@@ -378,7 +378,9 @@ def derivative(
     function = of_some(name, args, places, part)
     if is_linear:
         return function(*moved)
-    tangents = moved if given is None else tuple([x - x0 for x, x0 in zip(moved, at, strict=True)])
+    # What is masked by an infinity does not move.
+    pairs = zip(moved, at, strict=True)
+    tangents = moved if given is None else tuple([torch.where(x0.isfinite(), x - x0, 0) for x, x0 in pairs])
     value, pull = torch.func.vjp(function, *at)  # pyright: ignore[reportAssignmentType]
     try:
         # J v as the derivative of u ↦ Jᵀu: torch's own forward mode loads scripted functions first, and warns of them.

@@ -281,7 +281,9 @@ def dense(pieces: Chain, n_in: int) -> Tensor:
     """
     pieces = _with_takes_joined(pieces)
     first = next(place for place, piece in enumerate(pieces) if piece.kind == "weight")
-    found = at_least_float32(pieces[first].by)
+    # Under autocast some weights are in another type than the states.
+    kinds = [piece.by.dtype for piece in pieces if piece.kind in ("weight", "scale")]
+    found = pieces[first].by.to(reduce(torch.promote_types, kinds, torch.float32))
     for piece in pieces[first + 1 :]:
         found = _behind(piece, found)
     for piece in reversed(pieces[:first]):
@@ -295,12 +297,12 @@ def dense(pieces: Chain, n_in: int) -> Tensor:
 def _behind(piece: Piece, matrix: Tensor) -> Tensor:
     """What a piece makes of each column of a matrix."""
     if piece.kind == "weight":
-        return at_least_float32(piece.by) @ matrix
+        return piece.by.to(matrix) @ matrix
     if piece.kind == "take":
         return matrix[piece.by]
     if piece.kind == "centre":
         return matrix - matrix.mean(0)
-    by = at_least_float32(piece.by).to(matrix)
+    by = piece.by.to(matrix)
     return matrix * (by[:, None] if by.dim() else by)
 
 

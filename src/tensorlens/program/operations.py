@@ -346,6 +346,7 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 """Functions that are linear in their first argument and need no form of their own; they are differentiated."""
 
 LINEAR_FUNCTIONS["window"] = F.unfold
+LINEAR_FUNCTIONS["view_as_complex"] = lambda x: torch.view_as_complex(x.contiguous())
 JOINT = {"complex": (0, 1), "index_copy": (0, 3)}
 """Those of them that are affine in other arguments too."""
 

@@ -133,8 +133,10 @@ def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
         raise run.refusal(name)
-    run.note(f"derivative: {name}")
     value = raw(function, *args, **kwargs)
+    if function.namespace != "aten" or isinstance(value, Tensor) and value.layout is not torch.strided:
+        raise run.refusal(name)
+    run.note(f"derivative: {name}")
     if isinstance(value, Tensor):
         return _moving(function, name, args, kwargs, value)
     parts = [_moving(function, name, args, kwargs, one, part) for part, one in enumerate(value)]

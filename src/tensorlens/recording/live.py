@@ -62,6 +62,16 @@ class Followed(Tensor):
         """The same numbers in new memory, live on the same tape: a copied tape would not belong to the recording."""
         return self.clone()
 
+    def __copy__(self) -> Tensor:
+        """Another tensor in the same memory."""
+        return self.view_as(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotLinearError(
+            "The model pickles a live tensor (`pickle`, `torch.save`, another process), where no rule can follow it. "
+            "Let the model compute in its own process, with torch functions."
+        )
+
     def as_subclass(self, cls: Any) -> Any:
         """Return itself if asked for an ordinary tensor; torch would return an alias that no rule sees."""
         if cls is not Tensor:

@@ -54,7 +54,8 @@ ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincou
 """Functions of decisions in whose result one element depends on several of them."""
 
 LEAVES = words("tolist numpy array dlpack")
-COUNTS = KEEPS_ROLE | words("neg matmul mm bmm linear _int_mm sum mean cat stack int long short char clamp")
+PRODUCTS_OF_INTEGERS = words("matmul mm bmm linear _int_mm")
+COUNTS = KEEPS_ROLE | PRODUCTS_OF_INTEGERS | words("neg sum mean cat stack int long short char clamp")
 """Functions in which integers stand for the live numbers that they were cast from."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
@@ -216,6 +217,8 @@ class Tape:
         held = Held(n)
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value if type(value) is Tensor and not value.requires_grad else value_of(value)
+        if constant.layout is not torch.strided:
+            constant = raw(Tensor.to_dense, constant)  # programs know no other
         name = self.weights.get(key) or self.weights.get(id(value._base))
         is_fixed = name is not None and (not self.copies or isinstance(value, Parameter))  # buffers may be written over
         if (self.copies or version == UNCOUNTED) and not is_fixed:
@@ -463,10 +466,11 @@ class Tape:
         counted = mapped((args, tuple(kwargs.items())), _number_behind)
         live = None
         if name in COUNTS and any(is_live(leaf) for leaf in leaves(counted)):
-            if name == "_int_mm":
-                function, kind = torch.matmul, next(leaf.dtype for leaf in leaves(counted) if is_live(leaf))
+            if name in PRODUCTS_OF_INTEGERS:
+                kind = next(leaf.dtype for leaf in leaves(counted) if is_live(leaf))
                 counted = mapped(counted, lambda leaf: leaf.to(kind) if isinstance(leaf, Tensor) else leaf)
-            live = function(*counted[0], **dict(counted[1]))
+                function = torch.matmul if name == "_int_mm" else function
+            live = _number_behind(function(*counted[0], **dict(counted[1])))  # in wider integers it is `Whole` again
         if not result.is_floating_point():
             return self.whole(result, live)
         if live is None:

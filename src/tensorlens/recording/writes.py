@@ -92,6 +92,8 @@ class Writes:
         self.before_write(target)
         address, geometry = address_of(target), geometry_of(target)
         is_whole = _covers(target, geometry)
+        if not is_whole and _overlaps(geometry):
+            raise tape.refusal("a write into a view in which several numbers share memory")
         content = None if is_whole else self._content(target)
         slot = Slot(tape.slot_of(new)) if is_live(new) else tape.emit("constant", spec_of(new), raw(Tensor.clone, new))
         raw(Tensor.copy_, target, new)
@@ -117,6 +119,8 @@ class Writes:
             )
         result = function(*args, **rest)
         if tuple(target.shape) != tuple(result.shape):
+            if target.numel():
+                raise self._tape.refusal(f"{name_of(function)} with `out=` of another shape")
             raw(Tensor.resize_, target, result.shape)
         return self.write(target, result)
 
@@ -242,11 +246,14 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is."""
-    x = args[0]
+    """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is, though its version moves on."""
+    x, before = args[0], version_of(args[0])
     new = getattr(torch, name)(*args, **kwargs)
+    x.slot, x.spec = new.slot, new.spec
+    alike = [y for ref in now.tape.alive if is_live(y := ref()) and y.stamp == before and address_of(y) == address_of(x)]
     raw(function, *args, **kwargs)
-    x.slot, x.spec, x.stamp = new.slot, new.spec, version_of(x)
+    for y in alike:
+        y.stamp = version_of(y)
     return x
 
 
@@ -306,6 +313,16 @@ def _covers(x: Tensor, geometry: Geometry) -> bool:
     """Whether a tensor is all of its memory, without gaps: its slot then is the memory's."""
     is_all = geometry.offset == 0 and math.prod(geometry.shape) == _length(x)
     return is_all and _order(geometry) is not None
+
+
+def _overlaps(geometry: Geometry) -> bool:
+    """Whether numbers of a tensor may lie in the same place."""
+    extent = 1
+    for stride, n in sorted(zip(geometry.strides, geometry.shape, strict=True)):
+        if n > 1 and stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False
 
 
 def _order(geometry: Geometry) -> list[int] | None:

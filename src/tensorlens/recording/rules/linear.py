@@ -387,6 +387,13 @@ def mask_filled(x: Any, mask: Any, value: Any) -> Any:
     return now.tape.emit("where", result, mask, fill, x, role=role_after("masked_fill", x))
 
 
+@rule("index_fill")
+def rows_filled(x: Live, dim: int, index: Tensor, value: Any) -> Any:
+    """`x` with a number at some indices of an axis."""
+    mask = raw(torch.zeros, x.shape, dtype=torch.bool, device=x.device)
+    return x.masked_fill(raw(Tensor.index_fill, mask, dim, value_of(index), True), value)
+
+
 @rule("masked_select")
 def picked(x: Live, mask: Tensor) -> Any:
     """The values where a mask is true, along one axis."""
@@ -519,7 +526,8 @@ def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
     places = raw(lambda: starts[:, None] + torch.arange(size, device=x.device))
-    return x.index_select(axis, raw(Tensor.flatten, places)).unflatten(axis, places.shape).movedim(axis + 1, -1)
+    taken = x.index_select(axis, raw(Tensor.flatten, places)).unflatten(axis, places.shape).movedim(axis + 1, -1)
+    return same(taken, raw(function, *args, **kwargs), taken.role)  # the windows lie in the memory of x
 
 
 @rule("pad")

@@ -1,0 +1,174 @@
+"""Memory that several tensors show, numbers of other types, and values that leave: exact, or refused by a sentence."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from strangers.models import IDS, Attention, Block, FeedForward, H, Plain, randomised
+from strangers.oracle import gap
+from strangers.test_functions import Inner, W, derivative, model_of
+from strangers.test_functions import IDS as SHORT
+from torch import Tensor
+from torch.nn import functional as F
+
+import tensorlens as tl
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+
+
+def windows_written(z: Tensor) -> Tensor:
+    y = z.clone()
+    windows = y.unfold(-1, 4, 4)
+    windows[..., 0].zero_()
+    windows[..., 1] += windows[..., 2]
+    return y
+
+
+def turned_under_a_view(z: Tensor) -> Tensor:
+    y = z.clone()
+    other = y.squeeze(0)
+    other.t_()
+    return other.mT[None] + 2 * y
+
+
+def filled_by_index(z: Tensor) -> Tensor:
+    return z.clone().index_fill_(-1, torch.tensor([0, 5]), 0.5)
+
+
+def emptied_complex(z: Tensor) -> Tensor:
+    y = z.clone()
+    y.narrow(0, 0, 1).zero_()
+    return z + torch.view_as_complex(y.unflatten(-1, (-1, 2))).real.sum(-1, keepdim=True)
+
+
+SPARSE = torch.diag(W).to_sparse()
+
+LINEAR: dict[str, Inner] = {
+    "windows written to": lambda z, g: windows_written(z),
+    "axes turned in place under another view": lambda z, g: turned_under_a_view(z),
+    "filled at an index": lambda z, g: filled_by_index(z),
+    "a sparse constant": lambda z, g: (SPARSE @ z[0].mT).mT[None],
+    "a sparse constant by rows": lambda z, g: torch.sparse.mm(SPARSE.to_sparse_csr(), z[0].mT).mT[None],
+    "complex view of what was emptied": lambda z, g: emptied_complex(z),
+}
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_it_is_linear_in_every_member(name: str, member: str) -> None:
+    model = model_of(LINEAR[name])
+    T = tl.Lens(model, rules=getattr(tl.Rules, member)())(SHORT)
+    assert gap(T.dense(), derivative(model, T.input)) < 1e-12
+    assert T.certificate().passed
+
+
+def test_another_tensor_in_the_same_memory_is_live() -> None:
+    def doubled(z: Tensor) -> Tensor:
+        y = z.detach().clone()
+        copy.copy(y).mul_(2)
+        return y
+
+    T = tl.Lens(model_of(lambda z, g: doubled(z) + g))(SHORT)
+    assert gap(T.dense(), derivative(model_of(lambda z, g: 2 * z + g), T.input)) < 1e-12
+
+
+def overlapping(z: Tensor) -> Tensor:
+    windows = z.clone().unfold(-1, 2, 1)
+    windows[windows > 0] = 0.0
+    return windows.mean(-1).repeat(1, 1, 2)[..., : z.shape[-1]]
+
+
+library = torch.library.Library("strangers", "DEF")
+library.define("opaque(Tensor x) -> Tensor")
+library.impl("opaque", lambda x: 2 * x.flip(-1), "CPU")
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (lambda z, g: overlapping(z), "several numbers share memory"),
+        (lambda z, g: torch.mul(z, 2.0, out=g.clone()[..., :3]), "`out=` of another shape"),
+        (lambda z, g: torch.ops.strangers.opaque(z), "`opaque`"),
+        (lambda z, g: z[0].to_sparse().to_dense()[None], "`_to_sparse`"),
+        (lambda z, g: pickle.loads(pickle.dumps(z.detach())), "pickles a live tensor"),
+        (lambda z, g: torch.save(z.detach(), io.BytesIO()) or z, "pickles a live tensor"),
+    ],
+)
+def test_it_is_refused_by_a_sentence(inner: Inner, reason: str, member: str) -> None:
+    with pytest.raises(tl.NotLinearError, match=reason):
+        tl.Lens(model_of(inner), rules=getattr(tl.Rules, member)())(SHORT)
+
+
+class ByLogSum(Attention):
+    """Softmax spelled out, where masked scores are infinite."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return (scores - scores.logsumexp(-1, keepdim=True)).exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(-3, -2) for t in self.qkv(x).chunk(3, -1))
+        later = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1)
+        return self.proj((self.weights(self.scores(q, k).masked_fill(later, -torch.inf)) @ v).mT.flatten(1, 2).mT)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT / 2
+
+
+class ByDistance(ByLogSum):
+    """A kernel of which torch has no forward derivative."""
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.cdist(q, k)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return scores.softmax(-1)
+
+
+def of_blocks(build: Callable[[], Any]) -> Any:
+    return randomised(Plain(build))
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+def test_what_is_masked_by_an_infinity_does_not_move(member: str) -> None:
+    T = tl.Lens(of_blocks(lambda: Block(ByLogSum())), rules=getattr(tl.Rules, member)())(list(IDS))
+    assert gap(T @ T.input + T.bias, T.output) < 1e-12 and T.certificate().passed
+
+
+def test_a_member_that_holds_a_kernel_is_certified_though_its_derivative_cannot_be_pushed() -> None:
+    found = tl.Lens(of_blocks(lambda: Block(ByDistance())))(list(IDS)).certificate()
+    assert found.passed and any("finite differences cannot check" in said for said in found.reservations)
+
+
+def in_bfloat16(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.gelu(x.float() @ torch.eye(x.shape[-1])).to(x.dtype)
+
+
+def test_rows_of_weights_of_several_types_are_those_of_the_transpose() -> None:
+    T = tl.Lens(of_blocks(lambda: Block(mlp=FeedForward(in_bfloat16))))(list(IDS))
+    one = torch.zeros_like(T.output)
+    one[5, 0] = 1
+    assert gap(T.rows(5)[0], T.T @ one) < 1e-2
+
+
+class ByIntegers(FeedForward):
+    """Both factors rounded to whole numbers and multiplied as such."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.abs().amax(-1, keepdim=True) / 127
+        scale = self.up.weight.abs().amax() / 127
+        product = (x / size).round().to(torch.int8).to(torch.int32) @ (self.up.weight / scale).round().int().mT
+        return self.down(F.gelu(product.to(x.dtype) * size * scale))
+
+
+def test_a_product_of_whole_numbers_is_carried() -> None:
+    T = tl.Lens(of_blocks(lambda: Block(mlp=ByIntegers())))(list(IDS))
+    assert T.certificate().passed and gap(T @ T.input + T.bias, T.output) < 1e-12
+    assert T.certificate().held["blocks.0.mlp.down"] < 0.9
