@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: tutorials are executed, result pages are listed.
+"""What mkdocs calls while it builds the site: tutorials are executed, commands and methods written out.
 
 A hook of our own rather than a plugin: the blocks stay plain ```python that any reader of Markdown shows and that the
 tests collect, a map shows itself as in a notebook, and an error stops the build with the line of the page.
@@ -18,13 +18,6 @@ from execute import Session, blocks, empty_folder, printed_below  # noqa: E402
 
 _TARGET = "; takes a `target`"
 log = logging.getLogger("mkdocs.hooks.tutorials")
-
-
-def on_config(config: Any) -> Any:
-    """A name with a star in the navigation means every page it fits."""
-    docs = Path(config["docs_dir"])
-    config["nav"] = [_expanded(item, docs) for item in config["nav"]]
-    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -89,26 +82,6 @@ def _parameter(parameter: Any) -> str:
     default = parameter.default
     shown = f" Default: `{default}`." if is_option and default not in (None, False, True, ()) else ""
     return f"| `{name}` | {(parameter.help or '').replace('|', '&#124;')}{shown} |"
-
-
-def _expanded(item: Any, docs: Path) -> Any:
-    if not isinstance(item, dict):
-        return item
-    (name, value), *_ = item.items()
-    if not isinstance(value, list):
-        return item
-    found: list[Any] = []
-    for one in value:
-        if isinstance(one, str) and "*" in one:
-            stem = one.partition("*")[0]
-            found += [{_title(path.stem.removeprefix(stem)): path.name} for path in sorted(docs.glob(one))]
-        else:
-            found.append(one)
-    return {name: found}
-
-
-def _title(words: str) -> str:
-    return words.replace("-", " ").capitalize()
 
 
 def _quiet() -> None:
