@@ -46,6 +46,8 @@ PLAIN_ENGLISH = {
     r'"""Of |: (?-i:Of) (?:the|a|each) |^ +\w+: (?-i:Of) ': "begin with a verb or a noun",
     r"\bgo(?:es)? on\b": "continues or resumes",
     r"\bhears? padding\b|\bpadding (?:is|was) heard\b": "padding changes results",
+    r"\b(?:says?|gives?|carr(?:y|ies)) of\b": "says about, contributes to, the part of … that",
+    r"\bless (?:that of|what)\b": "minus",
 }
 """Patterns of translated English, and what a native writer says instead."""
 QUOTED = {"compatibility.md"}
@@ -248,7 +250,7 @@ def test_the_checks_see_what_they_are_for():
     assert list(bare_json_calls(ast.parse("import json as j\nj.dumps(1)\nj.dumps(1, allow_nan=False)"))) == [2]
     assert list(bare_json_calls(ast.parse("from json import dumps"))) == [1]
     stiff = ("It is no X.\nThere is no x; it is no longer.", "One row an output.", '"""Of the probes.', "It goes on.")
-    stiff += ("Padding was heard.",)
+    stiff += ("Padding was heard.", "What it says of X.\nIt says more. Of X.", "The mean less that of others.")
     for text, pattern in zip(stiff, PLAIN_ENGLISH, strict=True):
         assert lines_with(pattern, text) == [1], text
     bodies = ("run()", "pytest.raises(E)", "check()")

@@ -296,7 +296,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         return finish
 
     def context(self, i: int) -> Context:
-        """What maps should say of one sample."""
+        """What maps record about one sample."""
         if i not in self._contexts:
             self._contexts[i] = self.specimen.context(self.prepared[i], self.recording, n_tokens=self.lengths[i])
         return self._contexts[i]

@@ -100,7 +100,7 @@ def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = S
 
 
 class Portions:
-    """Work on cotangents of outputs, cut into pieces of at most so many columns, with a progress bar if it takes long.
+    """Work on cotangents of outputs, cut into pieces with a maximum width, with a progress bar if it takes long.
 
     Iterating gives a range of outputs and a range of their cotangents. When `attempt` runs out of memory, the piece is
     given again at half the size.
@@ -168,7 +168,7 @@ class Portions:
 
 
 def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list[Result]:
-    """What `work` gives for the items, at most so many of them at a time; half as many when memory runs out."""
+    """The results of `work` for the items, a limited number at a time; half as many when memory runs out."""
     pieces = Portions(len(items), 1, most, unit="state")
     tried = (pieces.attempt(partial(work, items[slice(*some)])) for some, _ in pieces)
     return [result for result in tried if result is not None]

@@ -99,7 +99,7 @@ class TensorsRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What maps say of the input; see `Context`."""
+    """What maps record about the input; see `Context`."""
 
     tokens: tuple[str, ...]
     out_tokens: tuple[str, ...] | None
@@ -196,7 +196,7 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
 
 
 def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> Packed:
-    """An operator and what maps say of its input, as records and memories."""
+    """An operator and what maps record about its input, as records and memories."""
     if weights not in ("inside", "reference"):
         raise InputError(f"`weights` must be 'inside' or 'reference'; got {weights!r:.60}.")
     recording, classes = operator.recording, context.classes

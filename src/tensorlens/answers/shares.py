@@ -44,7 +44,7 @@ class Targets(NamedTuple):
     Attributes:
         positions: Where each is predicted.
         vectors: $c_q$, (token, channel) of what the head reads.
-        constants: What the head's own bias gives of each.
+        constants: The contribution of the head's own bias to each.
     """
 
     positions: Tensor

@@ -153,7 +153,7 @@ def _chosen(run: Pass, components: Any) -> list[Part]:
 
 
 def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[FrozenOperator]) -> dict[Component, Tensor]:
-    """What stands in the place of each part."""
+    """The values that replace each part."""
     if to == "zero":
         return {part.component: torch.zeros_like(run.written(part)) for part in chosen}
     runs = [Pass(one, run.weights, 0 if one.recording.pools else one.shape[0] - 1) for one in over] or [run]

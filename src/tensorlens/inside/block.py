@@ -339,7 +339,7 @@ class StreamPass:
 
     @property
     def error_shares(self) -> dict[str, Any]:
-        """What records say of the dictionaries: the part of the variance of each block's write that is error."""
+        """What records say about the dictionaries: the error's share of the variance of each block's write."""
         shares = {str(n): parts.share for n, parts in sorted(self.kept_features.items())}
         return {"error_share": shares} if shares else {}
 

@@ -73,7 +73,7 @@ class Circuit:
         effects: (writer,): the same for everything that a writer writes; edges sum to it over readers.
         is_wired: (reader, writer): which edges there are.
         target: What is explained.
-        value: The target in the clean run less that in the corrupted one, averaged over pairs.
+        value: The target in the clean run minus that in the corrupted one, averaged over pairs.
         kept: The selection, in the shape of `scores`; None for all.
         meta: Model, versions, rules, how it was scored.
     """
@@ -187,7 +187,7 @@ class Circuit:
         return faithfulness_of(rows, sizes, **more)
 
     def _edges(self, kept: Tensor) -> Tensor:
-        """(reader, writer): a node that is kept gives what it gives to all its readers."""
+        """(reader, writer): a node that is kept passes its output to all its readers."""
         return kept if self.unit == "edges" else self.is_wired & kept[None]
 
     # Looking at it ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tensorlens.models.layouts import state_of
 HELD_OUT = 0.1
 """Share of the tokens by which the error is measured."""
 REVIVED_EVERY = 200
-"""Steps after which features that were never active begin anew, at tokens that are explained worst."""
+"""Steps after which features that were never active are restarted, at tokens that are explained worst."""
 
 
 def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:

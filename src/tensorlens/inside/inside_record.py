@@ -171,7 +171,7 @@ def _detail(
     sums: dict[str, dict[Component, float]],
     heads: dict[Component, HeadRead],
 ) -> dict[str, Any] | None:
-    """What the page says of one component."""
+    """What the page shows of one component."""
     if label is None:
         return None
     told: dict[str, Any] = {"wrote": total.scores[total.labels.index(label)].tolist(), "read": None, "look": None}

@@ -33,7 +33,7 @@ class InsideQuestions(ComputedByAnother):
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a map says of where it came from."""
+        """What a map records about its origin."""
 
     @own_modes
     def components(

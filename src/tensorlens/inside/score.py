@@ -147,7 +147,7 @@ class _Score:
         return self._pairs(parts), (*tokens, "bias")
 
     def _by_token(self, vector: Vector) -> Tensor:
-        """(channel of the head, token): what each token gives of a query or key, by a cotangent for each channel."""
+        """(channel of the head, token): the part of a query or key from each token, by one cotangent per channel."""
         units, operator = unit_cotangents(vector, self.at_x[vector.slot]), self.run.operator
         n_rows = fitting(8 * operator.input.nbytes, len(units), operator.device)
         return torch.cat([self._pulled({vector.slot: rows}) for rows in units.split(n_rows)])

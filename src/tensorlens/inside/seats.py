@@ -189,7 +189,7 @@ def edited_logits(run: Pass, changes: Sequence[Sequence[Edit]]) -> list[Tensor |
 
 
 def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Part, Seat | None]) -> Tensor | None:
-    """The end of a run in which each row has edits of its own; None if the model does not take so many rows."""
+    """The end of a run in which each row has edits of its own; None if the model does not take several rows."""
     model = run.recording.from_model("A run of the model").model
     by_module: dict[tuple[str, bool], list[tuple[int, Edit, Seat]]] = {}
     for row, edits in enumerate(rows):

@@ -139,7 +139,7 @@ class Pass(StreamPass):
         return self._cotangents[n]
 
     def reached(self) -> Tensor:
-        """What the state that leaves the last block carries of the target, by token."""
+        """The part of the target that the state leaving the last block carries, by token."""
         block = self.block(self.stop - 1)
         return block.by_token((self.waiting(self.stop)[block.exit] * block.values[block.exit])[None])[0]
 

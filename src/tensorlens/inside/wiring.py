@@ -207,8 +207,8 @@ class CircuitWiring:
             clean: X⁰ of the clean input (token, channel).
 
         Returns:
-            Logits (circuit, class), and what each writer gave less what it gave for the corrupted input
-            (circuit, writer, token, channel).
+            Logits (circuit, class), and the output of each writer minus that for the corrupted input (circuit, writer,
+            token, channel).
         """
         run = _Judged(self, kept, corrupted, clean)
         end = readout_of_model(
@@ -236,7 +236,7 @@ class _Judged:
         self.n_circuits = len(self.kept)
         self.n_rows = self.n_circuits * self.width
         self.layout = wiring.run.recording.from_model("A circuit").calls[0].layout
-        # What each writer gives, less what it gives when corrupted: the embedding, then readers in order.
+        # The output of each writer minus its corrupted output: the embedding, then readers in order.
         self.moved = clean.new_zeros(self.n_circuits, len(wiring.flat) + 1, *clean.shape)
         self.moved[1:, 0] = clean - corrupted.entering[0][0]
         self.taken: dict[nn.Module, AtModule] = {}
@@ -274,7 +274,7 @@ class _Judged:
             self.taken[module] = self._own_row(own[0])
 
     def _own_row(self, row: int) -> AtModule:
-        """Run a module on the rows of its own reader alone: what it gives in others is not used."""
+        """Run a module on the rows of its own reader alone: its output in other rows is not used."""
 
         def own(x: Tensor) -> Tensor:
             return x.reshape(self.n_circuits, self.width, -1, *x.shape[1:])[:, row].flatten(0, 1).contiguous()

@@ -65,7 +65,7 @@ def with_positions(made: TokenMap, question: Question) -> TokenMap:
 
 
 def _beside_words(recording: Recording, shift: int) -> Tensor | None:
-    """X⁰ less the words' embeddings in a pass with the words moved on by `shift`; None if there is no such thing."""
+    """X⁰ minus the words' embeddings in a pass with the words moved on by `shift`; None if this does not exist."""
     origin = recording.from_model("Finding positions")
     anatomy, layout, seen = origin.anatomy, origin.calls[0].layout, dict[str, Tensor]()
     if anatomy.embedding is None:

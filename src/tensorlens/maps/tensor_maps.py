@@ -97,7 +97,7 @@ def in_out_map(question: Question) -> Scored:
 def in_class_map(question: Question) -> Scored:
     r"""$T^{CLS}_{(c,i)←j} = E_{out,c} · T_{[i,:,j,:]} · X^0_{[j]}$ (Eq. 24).
 
-    Rows sum to the logit less what the biases give.
+    Rows sum to the logit minus the biases' part.
     """
     operator, recording = question.operator, question.recording
     chosen = question.chosen

@@ -4,8 +4,8 @@ The search, step by step:
 
 1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`). Where
    blocks are run by methods of theirs, watch another pass in which these count as calls (`observe`).
-2. *By the tree*, `_by_tree`: the list of modules with most weights. What a model says of itself comes first (those of
-   transformers do): its encoder and decoder, its embeddings.
+2. *By the tree*, `_by_tree`: the list of modules with most weights. What a model says about itself comes first (as
+   those of transformers do): its encoder and decoder, its embeddings.
 3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
 4. *Choose*, `_choose`: the tree's list where the user or the model itself named it and it ran, else the chain, else the
    tree's list if it ran. A chain with two states is refused (`around`).
@@ -345,7 +345,7 @@ def _read_by_head(ending: Ending, head: nn.Linear | None, evidence: Evidence) ->
 
 
 def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool:
-    """Whether what the unembedding gives is what the model returns."""
+    """Whether the model returns the output of its unembedding."""
     given = [call.given[0].node for call in evidence.calls if call.module is unembedding and call.given]
     output = evidence.output
     return bool(given) and output is not None and evidence.is_same(given[-1], output.node)

@@ -51,7 +51,7 @@ class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         kind: How the files are stored. `torch folder` is a folder with a pickled state dict and a vocabulary,
             without a tokenizer transformers could read. Pieces of a `gguf` or a `zip` are its files in order.
         about: One line for people.
-        licence: What the packages and the notes inside them say of the terms of the weights.
+        licence: The terms of the weights according to the packages and the notes inside them.
         inside: For a zip archive, the model folder or `.gguf` file in it.
         in_demo: Whether `requirements-demo.txt` installs it.
         recipe: For `onnx` and `torch folder`, what the files do not say.

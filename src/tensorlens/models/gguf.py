@@ -152,7 +152,7 @@ _PATCHING = threading.RLock()
 def read_once() -> Iterator[None]:
     """A context in which `gguf.GGUFReader` reads each file once.
 
-    transformers reads the header anew for the configuration, the tokenizer and the weights, each time element by
+    transformers reads the header again for the configuration, the tokenizer and the weights, each time element by
     element through `numpy.memmap`, whose every slice runs Python code: with a vocabulary of 150,000 tokens that is most
     of a conversion.
     """

@@ -35,7 +35,7 @@ def local_folder(name: str | Path, revision: str | None = None, *, weights: bool
         weights: Whether weights are needed, and not the files beside them alone.
 
     Raises:
-        LoadError: It is none of them, or it is incomplete.
+        LoadError: It is not one of these, or it is incomplete.
     """
     check_model_name(name, revision)
     text = str(name)

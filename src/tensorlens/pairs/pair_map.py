@@ -50,7 +50,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     through the whole model and its pooling. The last row and the last column are the biases.
 
     With `against`, the columns are those of b, then those of c with the sign turned, then one of both biases; all
-    entries sum to the similarity of a and b less that of a and c.
+    entries sum to the similarity of a and b minus that of a and c.
 
     Attributes:
         scores: (tokens of a + 1, tokens of b + 1), biases last.

@@ -45,7 +45,7 @@ MODES = {
     "mean_sqrt_len": "mean_sqrt",
     "weightedmean": "weighted_mean",
 }
-"""Pooling modes of sentence-transformers, less what the names in its files have before and after, and ours."""
+"""Pooling modes by their names in sentence-transformers' files, without prefix and suffix, and our names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Projection:
     activation: nn.Module
 
     def __call__(self, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """What it gives for vectors (…, channel), and the gain."""
+        """Its output for vectors (…, channel), and the gain."""
         z = whole @ self.weight.to(whole).T
         z = z if self.bias is None else z + self.bias.to(z)
         given = self.activation(z)

@@ -42,7 +42,7 @@ def similarity(
     measure: Measure = "cosine",
     against: Any = None,
 ) -> PairMap:
-    """How much each pair of tokens, one of a and one of b, carries of the similarity of a and b.
+    """How much of the similarity of a and b each pair of their tokens carries.
 
     Args:
         lens: A lens on an encoder, or a `SentenceTransformer`.

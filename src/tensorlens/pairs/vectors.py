@@ -152,12 +152,12 @@ class Vectors:
         return self._some_at_a_time(self.members, push)
 
     def _pulled(self) -> Tensor:
-        """One pull per channel of the vector, which gives what every token carries of that channel."""
+        """One pull per channel of the vector, which splits that channel over tokens."""
         units = torch.eye(self.states.shape[-1], dtype=torch.float64)[:, None, None].expand(-1, len(self.batch), 1, -1)
         return torch.einsum("kst,cst->ksc", self.members.double(), self._pull_back(units))[:, :, None]
 
     def _pull_back(self, u: Tensor) -> Tensor:
-        """(vector, sample, token): what each token carries of ⟨u, y⟩, for u (vector, sample, place, channel)."""
+        """(vector, sample, token): the part of ⟨u, y⟩ that each token carries, for u (vector, sample, …)."""
 
         def pull(some: Tensor) -> Tensor:
             some = some.to(self.states)

@@ -18,7 +18,7 @@ followed by sending the numbers of rows and of channels through them. Numbers ar
 next to nothing, however large the tensors of the block are.
 
 The steps of a block are read from its input x to attention, whose mixture m is a source of its own, and on to the first
-slot that everything passes through after it: the residual stream s. From there they are read anew. So the block is
+slot that everything passes through after it: the residual stream s. From there they are read again. So the block is
 
     s = C x + O m,   y = E s      (or y = E x + O m, where attention and feed-forward both take x),   m = mix(V x)
 
@@ -260,7 +260,7 @@ class StepReader:
         """What attention makes of values (…, token, channel of a head): a source of its own.
 
         Args:
-            slot: What it gives.
+            slot: Its result.
             values: What is mixed.
             form: Gives the attention matrices (…, out_token, in_token).
         """
@@ -450,7 +450,7 @@ def wiring(program: Program, n: int, name: str) -> Wiring:
         name: Name of the model, for errors.
 
     Raises:
-        AnatomyError: it is made of something else, such as experts or a recurrence; says of what.
+        AnatomyError: it is made of something else, such as experts or a recurrence; names it.
     """
     with naming_block(name, n):
         return _wired(program, n)

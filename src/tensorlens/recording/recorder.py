@@ -248,7 +248,7 @@ class Recorder:
     def _call(
         self, n: int, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
     ) -> BlockCall:
-        """How a block is called, with values in the place of live tensors."""
+        """How a block is called, with values instead of live tensors."""
         is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
         is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
         is_closed &= all(x is state or not is_live(x) for x in found_in(args, kwargs))

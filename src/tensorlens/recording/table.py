@@ -1,6 +1,6 @@
 """The table of rules: what each torch function becomes, under one name for all its spellings.
 
-A rule runs the function for its value and appends affine steps of its own; what it gives is live. Most rules take the
+A rule runs the function for its value and appends affine steps of its own; its result is live. Most rules take the
 function's own arguments; a *family* of functions that are treated alike also takes which of them it was. A function
 without a rule goes by its kernels, which go through the same table, and a kernel without one is refused by its name.
 """

@@ -156,7 +156,7 @@ class Writes:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
     def forget(self) -> None:
-        """Turn tensors back into ordinary ones: the model's own, and those that somebody else has kept of the pass.
+        """Turn tensors back into ordinary ones: the model's own, and those of the pass that other code has kept.
 
         Nothing of the recording may stay on them: a copy of a weak reference to memory would free that memory twice.
         """

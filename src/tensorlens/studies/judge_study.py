@@ -423,7 +423,7 @@ MEASURES: dict[str, Callable[[Scores, Truth], float]] = {"reciprocal_rank": reci
 
 
 # Summary --------------------------------------------------------------------------------------------------------------
-# Intervals are paired bootstraps: the items of every set are drawn anew with replacement, the same ones for all
+# Intervals are paired bootstraps: the items of every set are resampled with replacement, the same ones for all
 # methods. A benchmark's number is the mean over its sets, so a large set counts no more than a small one.
 
 
@@ -532,7 +532,7 @@ def judge_table(found: dict[str, Any]) -> Table:
     """The score of each method on a benchmark, its interval, its difference to the paper's In+Class, its cost."""
     rows = []
     for measure, compared in list(found["measures"].items())[:1]:  # the one that ranks
-        head, less = measure.replace("_", " "), "less the paper's T"
+        head, less = measure.replace("_", " "), "minus the paper's T"
         for name, one in compared["methods"].items():
             cost, difference = found["seconds"].get(name), one.get(f"less {REFERENCE}", {"mean": None})
             shown = {head: _shown(one), less: _shown(difference, "+.3f"), "items": one["n"]}

@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Everything that the numbers of a study depend on besides model and data."""
 
     def settle(self, **values: Any) -> None:
-        """Put checked values in the place of what was given; for `__post_init__` alone."""
+        """Replace given values by checked ones; for `__post_init__` alone."""
         for name, value in values.items():
             msgspec.structs.force_setattr(self, name, value)
 

@@ -26,7 +26,7 @@ N_RESAMPLES = 2000
 
 
 def resampled_means(values: np.ndarray, seed: int, units: Sequence[Any] | None = None) -> np.ndarray:
-    """Means of values drawn anew with replacement; (resample,).
+    """Means of values resampled with replacement; (resample,).
 
     Args:
         values: One per sample.

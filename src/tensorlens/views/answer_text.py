@@ -26,7 +26,7 @@ class AnswerText:
         prompt: Pieces of the prompt: text and input.
         answer: Pieces of the answer: text, output and input.
         values: What each output's row explains, or None if rows have no exact sum.
-        bias: What the biases give of each, or None.
+        bias: The contribution of the biases to each, or None.
         against: The other answer of a contrast, or None.
         pictures: Those of the prompt, with the inputs that stand for them.
     """

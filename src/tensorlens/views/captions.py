@@ -177,7 +177,7 @@ def sum_lines(
 
 
 def sink_given(meta: Mapping[str, Any], n_out: int) -> tuple[float, ...]:
-    """What a held attention sink gives of each output; empty where none is held."""
+    """The contribution of a held attention sink to each output; empty if none is held."""
     given: Any = meta.get("sink_gives")
     is_known = is_by_output("sink_gives", given, n_out) and all(map(_is_number, given))
     return tuple(map(float, given)) if is_known else ()

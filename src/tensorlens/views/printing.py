@@ -46,7 +46,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seq
 
 
 def print_parts(parts: Iterable[RenderableType], console: Console | None) -> None:
-    """Print what a record says of itself; without a console, to standard output."""
+    """Print a record; without a console, to standard output."""
     from rich.console import Console
 
     console = console or Console(highlight=False)

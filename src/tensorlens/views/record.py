@@ -44,8 +44,8 @@ class MapView:
     `signed` says whether the method's scores may be below zero; None leaves it to the scores.
     `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
     word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
-    `answer` holds prompt and answer as text, for a map of an answer. `sink` is what a held attention sink gives of each
-    output, beside the inputs. `axes` names what rows and columns are.
+    `answer` holds prompt and answer as text, for a map of an answer. `sink` is the contribution of a held attention
+    sink to each output, beside the inputs. `axes` names what rows and columns are.
     """
 
     scores: np.ndarray

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float, layout: Any = "constrained") -> Figure:
-    """A figure of so many inches.
+    """A figure of this size in inches.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

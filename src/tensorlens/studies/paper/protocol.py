@@ -77,7 +77,7 @@ class Protocol(Options, frozen=True, kw_only=True):
 
 
 def read_protocol(path: str | Path | None) -> Protocol:
-    """The protocol, with what a file says in the place of the paper's."""
+    """The protocol, with the values of a file instead of the paper's."""
     if path is None:
         return Protocol()
     file = Path(path).expanduser()
@@ -105,7 +105,7 @@ def with_changes(options: PerturbationOptions, *changes: Mapping[str, Any]) -> P
 
 
 def differences(options: Options, usual: Options) -> list[str]:
-    """What differs between two records, a line each."""
+    """The differences of two records, one line per option."""
     return [
         f"{name} = {getattr(options, name)!r} instead of {getattr(usual, name)!r}"
         for name in options.__struct_fields__

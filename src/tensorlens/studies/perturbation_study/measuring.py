@@ -211,7 +211,7 @@ class Measurement:
 
 
 def _about(piece: SamplePiece) -> dict[str, Any]:
-    """What a record says of its sample besides what was measured."""
+    """The fields of a record that describe its sample."""
     more = {"label": piece.label, "unit": piece.unit, "columns": piece.columns}
     return {"name": piece.name} | {name: value for name, value in more.items() if value not in (None, {})}
 

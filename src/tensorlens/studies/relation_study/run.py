@@ -287,7 +287,7 @@ class _Skip(Exception):
 
 
 class _Test:
-    """Test facts with their prompts, the model's own answers and the objects' first tokens, of so many candidates."""
+    """Test facts with prompts, the model's own answers, the objects' first tokens; and the number of candidates."""
 
     def __init__(self, rows: list[tuple[Fact, RelationPrompt, int, int]], n_candidates: int) -> None:
         self.facts, self.prompts = [row[0] for row in rows], [row[1] for row in rows]
