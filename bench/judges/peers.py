@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorlens.files import write_whole
 from tensorlens.lens import Lens
-from tensorlens.models.inputs import tokenizer_of
+from tensorlens.models.texts import tokenizer_of
 from tensorlens.studies.judge_study import unit_sums
 from tensorlens.studies.runs import Run, as_line, read_record, whole_lines
 

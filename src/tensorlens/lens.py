@@ -19,9 +19,9 @@ from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
-from tensorlens.models.plain_tokenizer import known_processor
 from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
+from tensorlens.models.texts import known_processor
 from tensorlens.recommendations import Recommendation
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen

@@ -17,8 +17,9 @@ from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
 from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal, token_ids
-from tensorlens.models.inputs import ModelInput, make_input, tokenizer_of
+from tensorlens.models.inputs import ModelInput, make_input
 from tensorlens.models.samples import make_inputs
+from tensorlens.models.texts import tokenizer_of
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Passage
-from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import Offsets, max_tokens, tokenised, tokenizer_of
+from tensorlens.models.forward_signature import max_tokens, token_ids
 from tensorlens.models.pictures import Picture
-from tensorlens.models.plain_text import check_unicode
 from tensorlens.models.runner import running
+from tensorlens.models.texts import Offsets, check_unicode, tokenised, tokenizer_of
 from tensorlens.specimen import Specimen
 
 INCOMPLETE = "\ufffd"

@@ -160,7 +160,7 @@ def read_input(value: str, *, images: bool = True) -> str:
         value: What was written.
         images: Whether a text that ends like a picture is the path of one.
     """
-    from tensorlens.models.plain_text import check_unicode, names_image
+    from tensorlens.models.texts import check_unicode, names_image
 
     text = sys.stdin.read().rstrip("\n") if value == "-" else value
     if not text.strip():

@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.plain_text import check_unicode
+from tensorlens.models.texts import check_unicode
 
 Weights = dict[int, float]
 """Weights on logits by class."""

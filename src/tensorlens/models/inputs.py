@@ -22,19 +22,24 @@ from tensorlens.models.forward_signature import (
     dtype_of,
     embedding_width,
     first_parameter,
+    forward_parameters,
     ids_parameter,
+    max_tokens,
     takes_mapping,
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.forward_signature import forward_parameters as forward_parameters
-from tensorlens.models.forward_signature import max_tokens as max_tokens
-from tensorlens.models.labels import patch_labels, token_labels, with_patches
 from tensorlens.models.pictures import data_uri, is_picture, open_picture
-from tensorlens.models.plain_text import check_unicode, names_image
-
-Offsets = tuple[tuple[int, int] | None, ...]
-"""Where each token is in a text, [start, stop); None for a token that is not part of it."""
+from tensorlens.models.texts import (
+    Offsets,
+    check_unicode,
+    names_image,
+    patch_labels,
+    token_labels,
+    tokenised,
+    tokenizer_of,
+    with_patches,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +148,6 @@ def _decoder_start(arguments: dict[str, Any], model: nn.Module) -> dict[str, Ten
     return {"decoder_input_ids": torch.tensor([[start]], device=device_of(model))}
 
 
-def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer in a tokenizer or in a processor that has one."""
-    if processor is None:
-        return None
-    inner = getattr(processor, "tokenizer", None)
-    return inner if inner is not None else processor if hasattr(processor, "convert_ids_to_tokens") else None
-
-
 def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
     tokenizer = tokenizer_of(processor)
     if tokenizer is None and getattr(model, "main_input_name", "") == "pixel_values":
@@ -168,25 +165,6 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
         raise InputError(f"The tokenizer gives no tokens for {text!r}. Pass a different text.")
     arguments = id_arguments(_checked_ids(torch.tensor(ids), model), model)
     return ModelInput(arguments=arguments, kind="text", text=text, offsets=offsets)
-
-
-def tokenised(
-    tokenizer: Any, texts: Sequence[str], *, as_targets: bool = False, **options: Any
-) -> list[tuple[list[int], Offsets | None]]:
-    """The ids of each text, and where each token stands in it; None if the tokenizer does not report it.
-
-    Args:
-        tokenizer: It is called once.
-        texts: The texts.
-        as_targets: Whether they are what the model says, which some tokenizers cut differently from what it reads.
-        options: Options of the tokenizer.
-    """
-    if getattr(tokenizer, "is_fast", False):
-        options["return_offsets_mapping"] = True
-    made = tokenizer(**{"text_target" if as_targets else "text": list(texts)}, **options)
-    found = made["offset_mapping"] if "return_offsets_mapping" in options else [None] * len(texts)
-    places = [pairs and tuple([(a, b) if b > a else None for a, b in pairs]) for pairs in found]
-    return list(zip(made["input_ids"], places, strict=True))
 
 
 def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:

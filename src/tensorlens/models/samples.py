@@ -25,16 +25,8 @@ from tensorlens.models.forward_signature import (
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.inputs import (
-    ModelInput,
-    Offsets,
-    drop_padding,
-    id_arguments,
-    make_input,
-    tokenised,
-    tokenizer_of,
-)
-from tensorlens.models.plain_text import IMAGE_SUFFIXES
+from tensorlens.models.inputs import ModelInput, drop_padding, id_arguments, make_input
+from tensorlens.models.texts import IMAGE_SUFFIXES, Offsets, tokenised, tokenizer_of
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------
 

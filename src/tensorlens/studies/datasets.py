@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.models.plain_text import IMAGE_SUFFIXES
+from tensorlens.models.texts import IMAGE_SUFFIXES
 from tensorlens.studies.runs import digest_of
 
 TEXT_COLUMNS = ("text", "review", "sentence", "content", "document", "input", "prompt")

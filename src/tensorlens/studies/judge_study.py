@@ -34,9 +34,9 @@ from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
 from tensorlens.maps.methods import METHODS, check_question
 from tensorlens.maps.targets import Target
-from tensorlens.models.inputs import forward_parameters, tokenizer_of
-from tensorlens.models.plain_text import check_unicode
+from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.runner import running
+from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import rows_of
 from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import N_RESAMPLES, Section, Table, interval, short, with_interval, write_page

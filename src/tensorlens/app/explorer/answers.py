@@ -32,7 +32,8 @@ from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
 from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.inputs import ModelInput, tokenizer_of
+from tensorlens.models.inputs import ModelInput
+from tensorlens.models.texts import tokenizer_of
 from tensorlens.pairs.similarity import similarity
 from tensorlens.recommendations import recommended
 from tensorlens.tensor import AttentionTensor

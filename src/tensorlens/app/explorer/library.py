@@ -12,8 +12,9 @@ from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.bundled import BUNDLED
-from tensorlens.models.inputs import forward_parameters, tokenizer_of
+from tensorlens.models.forward_signature import forward_parameters
 from tensorlens.models.resolving import check_model_name
+from tensorlens.models.texts import tokenizer_of
 
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAPS = (".json", ".safetensors")

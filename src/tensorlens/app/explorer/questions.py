@@ -17,7 +17,7 @@ from msgspec import Meta
 from tensorlens.app.explorer.limits import Limits
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.maps.methods import METHODS
-from tensorlens.models.plain_text import check_unicode
+from tensorlens.models.texts import check_unicode
 from tensorlens.recording.conventions import Rules
 
 Whole = Annotated[int, Meta(gt=-(2**31), lt=2**31)]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.inputs import forward_parameters, make_input, max_tokens, tokenizer_of
-from tensorlens.models.plain_text import check_unicode
+from tensorlens.models.forward_signature import forward_parameters, max_tokens
+from tensorlens.models.inputs import make_input
 from tensorlens.models.precision import in_float64
+from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import Dataset, LazyImage, Row
 from tensorlens.studies.plain_model import PlainModel
 
