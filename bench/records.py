@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorlens.recording.conventions import RULE_SETS
+from tensorlens.studies.judge_study import reciprocal_rank
 from tensorlens.studies.report import interval
 
 FOLDER = Path(__file__).parent / "records"
@@ -64,20 +65,6 @@ def recovery(scores: np.ndarray, truth: np.ndarray) -> float:
     return float(((right & above).sum() + part * (right & level).sum()) / right.sum())
 
 
-def reciprocal_rank(scores: np.ndarray, truth: np.ndarray) -> float:
-    """One over the rank of the first right unit; a tie counts as the mean over its orders."""
-    top = scores[truth > 0].max()
-    above, level = int((scores > top).sum()), int((scores == top).sum())
-    right = int(((scores == top) & (truth > 0)).sum())
-    # The chance that the first right unit of those on a level stands k-th among them.
-    chance, left, value = 1.0, level, 0.0
-    for k in range(level - right + 1):
-        here = chance * right / left
-        value += here / (above + k + 1)
-        chance, left = chance - here, left - 1
-    return value
-
-
 def correlation(scores: np.ndarray, truth: np.ndarray) -> float:
     """Pearson's correlation of predicted and true effects; 0 where one of them does not vary."""
     a, b = scores - scores.mean(), truth - truth.mean()
@@ -95,7 +82,7 @@ class Kind(NamedTuple):
     """What a judge asks, and how it measures."""
 
     question: str
-    measure: Callable[[np.ndarray, np.ndarray], float]
+    measure: Callable[[Any, Any], float]
     says: str
     by_set: bool
 

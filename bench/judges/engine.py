@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.records import correlation
+from bench.records import correlation, first
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study import (
@@ -17,8 +15,6 @@ from tensorlens.studies.judge_study import (
     Item,
     JudgeOptions,
     Scorer,
-    Scores,
-    Truth,
     as_floats,
     default_methods,
     item_groups,
@@ -28,15 +24,7 @@ from tensorlens.studies.judge_study import (
 )
 from tensorlens.studies.runs import Record, Run, StudyResult, model_settings
 
-
-def top_one(scores: Scores, truth: Truth) -> float:
-    """Whether a piece of evidence stands first."""
-    values, is_evidence = as_floats(scores), np.array(truth) > 0
-    ties = values == values.max()
-    return float((ties & is_evidence).sum() / ties.sum())
-
-
-MEASURES["top_1"] = top_one
+MEASURES["top_1"] = lambda scores, truth: first(as_floats(scores), as_floats(truth))
 MEASURES["pearson"] = lambda scores, truth: correlation(as_floats(scores), as_floats(truth))
 
 

@@ -18,7 +18,7 @@ from bench.judges.engine import BenchItem, Judge
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.inside.patching import Patching, patching
 from tensorlens.lens import Lens
-from tensorlens.studies.judge_study import WRONG, PrefixText, cell_of, items_of, now
+from tensorlens.studies.judge_study import WRONG, PrefixText, cell_of, items_of
 from tensorlens.studies.options import MEMBERS, member_lens
 from tensorlens.studies.report import short
 from tensorlens.studies.runs import reason_of
@@ -88,14 +88,12 @@ def patched(lens: Lens, item: BenchItem, methods: Sequence[str]) -> dict[str, An
     """The predicted effects by every member that the methods name, and the true ones once."""
     named = {name.partition("@")[2] for name in methods if "@" in name} | {"paper"}
     lenses = {member: member_lens(lens, member) for member in MEMBERS if member in named}
-    found: dict[str, Any] = {"scores": {}, "seconds": {}, "missing": {}}
+    found: dict[str, Any] = {"scores": {}, "missing": {}}
     truth: Patching | None = None
     for member, own in lenses.items():
         name = f"patching@{member}"
         try:
-            began = now()
             made = _patching(own, item, verify=False)
-            found["seconds"][name] = short(now() - began, 7)
             truth = truth or _patching(own, item, verify=True)
         except (TensorLensError, torch.OutOfMemoryError) as error:
             found["missing"][name] = reason_of(error)

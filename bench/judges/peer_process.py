@@ -3,7 +3,7 @@
     python peer_process.py PEER MODEL QUESTIONS.jsonl ANSWERS.jsonl
 
 A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``, and one about components ``{"index",
-"ids", "corrupted", "weights", "labels"}``; an answer ``{"index", "scores", "seconds"}``, one score for each token, or
+"ids", "corrupted", "weights", "labels"}``; an answer ``{"index", "scores"}``, one score for each token, or
 for each component that is named. The first line, with index 0, is about the peer: its version, and what its own
 documented example gave, which is tried before anything is asked. Packages are imported by name, where they are needed.
 """
@@ -16,7 +16,6 @@ import importlib.util
 import json
 import math
 import sys
-import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -339,14 +338,13 @@ def main(name: str, folder: str, questions: str, answers: str) -> None:
         write({"index": 0, "about": {"version": version, "check": check}})
         for line in Path(questions).read_text("utf-8").splitlines():
             question = json.loads(line)
-            began = time.perf_counter()
             try:
                 found: dict[str, Any] = {"scores": [float(one) for one in score(question)]}
                 if not all(map(math.isfinite, found["scores"])):
                     found = {"error": "it gave a number that is not finite"}
             except Exception as error:  # noqa: BLE001  # one item must not end the others
                 found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-            write({"index": question["index"], **found, "seconds": time.perf_counter() - began})
+            write({"index": question["index"], **found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,8 +40,8 @@ PEERS = (
 OF_COMPONENTS = ("transformer_lens",)
 """Those that are asked which component; the others are asked which word or passage."""
 
-START_SECONDS = 600.0
-"""How long a peer may take to load and to check itself."""
+START_SECONDS, ITEM_SECONDS = 600.0, 60.0
+"""How long a peer may take to load and to check itself, and then for one item, before it is given up."""
 LINES_BEFORE = 2
 """Lines that a peer writes about itself before it is asked anything."""
 SCRIPT = Path(__file__).with_name("peer_process.py")
@@ -63,21 +62,10 @@ class Peer:
         name: A name in `PEERS`.
         folder: Where its files go.
         python: Interpreter of its environment; this one's if None.
-        seconds: How long it may take for one item.
-        total_seconds: How long it may take for all of them; what it has answered by then counts.
     """
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        python: str | None = None,
-        seconds: float = 60.0,
-        total_seconds: float | None = None,
-    ) -> None:
-        self.name, self.folder, self.seconds = name, folder, seconds
-        self.total_seconds = float("inf") if total_seconds is None else total_seconds
-        self.python = python or sys.executable
+    def __init__(self, name: str, folder: Path, python: str | None = None) -> None:
+        self.name, self.folder, self.python = name, folder, python or sys.executable
         self.output = folder / f"{name}.jsonl"
 
     def run(self, model: Path, questions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -115,15 +103,12 @@ class Peer:
 
     def _watch(self, process: subprocess.Popen, log: Path) -> str | None:
         first = size = self._n_lines()
-        end = time.monotonic() + self.total_seconds
         patience, deadline = START_SECONDS, time.monotonic() + START_SECONDS
         while process.poll() is None:
             if self._n_lines() != size:
                 size = self._n_lines()
-                patience = self.seconds if size - first >= LINES_BEFORE else START_SECONDS
+                patience = ITEM_SECONDS if size - first >= LINES_BEFORE else START_SECONDS
                 deadline = time.monotonic() + patience
-            if time.monotonic() > end:
-                return f"was ended after {self.total_seconds:g} seconds"
             if time.monotonic() > deadline:
                 return f"gave nothing for {patience:g} seconds and was ended"
             time.sleep(0.1)
@@ -169,16 +154,10 @@ def ask_peers(
     of_tokens, of_components = (_questions(items, records, options.peer_limit, which) for which in (False, True))
     model = run.folder / "peers" / "model"
     save_model(lens, model)
-    peers = [
-        Peer(name, run.folder / "peers", options.peer_python, options.peer_seconds, options.peer_total_seconds)
-        for name in options.peers
-    ]
-    with ThreadPoolExecutor(options.peer_workers) as pool:  # each waits for a process
-        asked = [
-            pool.submit(peer.run, model, of_components if peer.name in OF_COMPONENTS else of_tokens) for peer in peers
-        ]
-        found = {peer.name: one.result() for peer, one in zip(peers, asked, strict=True)}
-    for name, one in found.items():
+    found = {}
+    for name in options.peers:
+        peer = Peer(name, run.folder / "peers", options.peer_python)
+        found[name] = one = peer.run(model, of_components if name in OF_COMPONENTS else of_tokens)
         for record in records:
             answer = one["answers"].get(record["index"] + 1)
             if answer is not None:
@@ -197,7 +176,6 @@ def _put(record: dict[str, Any], name: str, item: BenchItem, answer: dict[str, A
         record["missing"][name] = f"it gave {given} scores for {n} {asked}"
     else:
         record["scores"][name] = scores if of_components else unit_sums(item, scores)
-        record["seconds"][name] = answer["seconds"]
 
 
 def _questions(

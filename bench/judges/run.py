@@ -29,24 +29,18 @@ class BenchOptions(JudgeOptions, frozen=True, kw_only=True):
         peers: Which of `PEERS` are judged beside our methods, each in a process of its own.
         lengths: Of needles: about how many tokens a prompt has.
         peer_python: Interpreter of the environment in which the peers are installed; this one's if None.
-        peer_seconds: How long a peer may take for one item before it is given up.
-        peer_total_seconds: How long a peer may take for all items; what it has answered by then counts.
         peer_limit: Items of each set that peers are asked about, at most; as many as `limit` if None.
-        peer_workers: Peers that run at once. More than one makes their times say little.
     """
 
     judges: Sequence[str] = ("evidence",)
     peers: Sequence[str] = ()
     lengths: Sequence[int] = (512,)
     peer_python: str | None = None
-    peer_seconds: float = 60.0
-    peer_total_seconds: float | None = None
     peer_limit: int | None = None
-    peer_workers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("peer_limit", "peer_workers")
+        self.check_positive("peer_limit")
         self.settle(judges=checked_names(self.judges, JUDGES, "judges"))
         if self.peers:
             self.settle(peers=checked_names(self.peers, PEERS, "peers"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import sentences
+from tensorlens.studies.datasets import text_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +136,12 @@ def needles(folder: Path, haystack: Path, lengths: Sequence[int], n: int, count:
         count: From a text to its number of tokens.
     """
     rows = json.loads((folder / "single.json").read_text("utf-8"))
-    hay, made = list(_hay(haystack)), list[Item]()
+    hay, made = sentences_of(haystack), list[Item]()
     for length in lengths:
         for k, row in enumerate(rows[:n]):
-            draw = random.Random(f"{length} {k}")
             needle, after = row["needles"][0], f"\n\nQuestion: {row['question']}\nAnswer:"
-            room, chosen, place = length - count(after) - 2 * count(needle), list[str](), draw.randrange(len(hay))
-            while room > 0:
-                chosen.append(hay[place % len(hay)])
-                room, place = room - count(chosen[-1]), place + 1
-            right = draw.randrange(len(chosen) + 1)
-            passages = (*chosen[:right], needle, *chosen[right:])
+            room = length - count(after) - 2 * count(needle)
+            passages, right = hidden(needle, hay, room, random.Random(f"{length} {k}"), count)
             made.append(
                 Item(
                     judge="needles",
@@ -161,12 +157,29 @@ def needles(folder: Path, haystack: Path, lengths: Sequence[int], n: int, count:
     return made
 
 
-def _hay(path: Path) -> Iterator[str]:
-    for line in path.read_text("utf-8").splitlines():
+def hidden(
+    needle: str, hay: Sequence[str], room: int, draw: random.Random, count: Callable[[str], int]
+) -> tuple[tuple[str, ...], int]:
+    """Sentences of about `room` tokens with a needle among them, and its place."""
+    chosen, place = list[str](), draw.randrange(len(hay))
+    while room > 0:
+        chosen.append(hay[place % len(hay)])
+        room, place = room - count(chosen[-1]), place + 1
+    right = draw.randrange(len(chosen) + 1)
+    return (*chosen[:right], needle, *chosen[right:]), right
+
+
+def sentences_of(path: Path) -> list[str]:
+    """The sentences of a text such as WikiText that are neither headings nor scraps."""
+    found = list[str]()
+    for line in text_lines(path):
         if line.strip() and not line.strip().startswith("="):
             plain = re.sub(r" @(.)@ ", r"\1", line.strip())
             plain = re.sub(r" ([,.;:!?)])", r"\1", plain).replace("( ", "(").replace(" 's", "'s")
-            yield from (one.label for one in sentences(plain) if 40 < len(one.label) < 260 and "<unk>" not in one.label)
+            found += [one.label for one in sentences(plain) if 40 < len(one.label) < 260 and "<unk>" not in one.label]
+    if not found:
+        raise InputError(f"Expected sentences of 40 to 260 characters in {str(path)!r}; there are none.")
+    return found
 
 
 # Injections -----------------------------------------------------------------------------------------------------------

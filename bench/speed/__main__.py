@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from bench.speed import parts
+from bench.speed.circuits import circuit_rows
+from bench.speed.pairs import pair_rows
+from bench.speed.sizes import size_rows
 from bench.speed.walks import walks
 from bench.tables import markdown
 from tensorlens.__about__ import package_versions
@@ -26,7 +29,6 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
         lambda: parts.slices(("tiny-bert",), 8, ("float32",)),
     ),
     "scaling": (lambda: parts.scaling(256, 1024, 8), lambda: parts.scaling(8, 64, 2)),
-    "program": (lambda: parts.program(LARGE, 1024, 8), lambda: parts.program(("tiny",), 8, 2)),
     "certificates": (lambda: parts.certificates(LARGE, 1024, 8), lambda: parts.certificates(("tiny",), 8, 2)),
     "clock": (lambda: parts.clock(LARGE, 1024, 8), lambda: parts.clock(("tiny",), 8, 2)),
     "walks": (lambda: walks("tiny", 8), lambda: walks("tiny", 8)),
@@ -35,6 +37,9 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     "batches": (lambda: parts.batches("SmolLM2", 2048, 128, 256), lambda: parts.batches("tiny", 4, 8, 2)),
     "perturbation": (lambda: parts.perturbed("SmolLM2", 96, 128), lambda: parts.perturbed("tiny", 2, 8)),
     "inside": (lambda: parts.inside("SmolLM2", 128), lambda: parts.inside("tiny", 8)),
+    "pairs": (pair_rows, lambda: pair_rows(tiny=True)),
+    "circuits": (circuit_rows, circuit_rows),
+    "sizes": (size_rows, size_rows),
 }
 """By name: at full size, and tiny."""
 

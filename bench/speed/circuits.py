@@ -1,7 +1,7 @@
 """Patching in turns with TransformerLens, and a circuit judged at ten sizes: SmolLM2, one pair of prompts.
 
-`python -m bench.speed.circuits`; TransformerLens is timed where it can be imported. On a CPU, time is that of the
-process, which does not count what others do on the machine.
+TransformerLens is timed where it can be imported. On a CPU, time is that of the process, which does not count what
+others do on the machine.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def in_turns(works: dict[str, Callable[[], Any]], n: int = 7) -> dict[str, list[
     return found
 
 
-def main() -> None:
-    """Print a table."""
+def circuit_rows() -> list[dict[str, str]]:
+    """Effects predicted, measured, and circuits judged."""
     lens = tl.load("smollm2-135m", **({"device": "cuda"} if torch.cuda.is_available() else {}))
     clean, corrupted = (lens.processor(TEXT.format(name))["input_ids"] for name in ("John", "Mary"))
     first, second = (lens.processor(name)["input_ids"][0] for name in (" Mary", " John"))
@@ -57,18 +57,22 @@ def main() -> None:
     except ImportError as error:
         sys.stderr.write(f"TransformerLens is not timed: {error}\n")
     seconds = in_turns(works)
-    rivals = seconds.get("TransformerLens")
+    rivals, rows = seconds.get("TransformerLens"), []
     for name, some in seconds.items():
         ratio = "" if rivals is None else f"{median(a / b for a, b in zip(some, rivals, strict=True)):.2f}"
-        sys.stdout.write(f"| {name}, {len(labels)} effects predicted | {1e3 * median(some):.3g} ms | {ratio} |\n")
-    sys.stdout.write(f"| the same effects measured | {timed(patch('jacobian', verify=True), n=3)} | |\n")
-    circuit = tl.circuit(lens.with_rules("jacobian"), clean, corrupted, (first, second), progress=False)
-    again = timed(lambda: tl.circuit(lens.with_rules("jacobian"), clean, corrupted, (first, second), progress=False))
-    sys.stdout.write(f"| tl.circuit, all edges scored | {again} | |\n")
+        what = f"{name}, {len(labels)} effects predicted"
+        rows.append({"what": what, "time": f"{1e3 * median(some):.3g} ms", "ratio": ratio})
+
+    def scored() -> tl.Circuit:
+        return tl.circuit(lens.with_rules("jacobian"), clean, corrupted, (first, second), progress=False)
+
+    circuit = scored()
     sizes = [min(1.0, 5000 / circuit.size) * k / 10 for k in range(1, 11)]
-    judged = timed(lambda: circuit.faithfulness(sizes, progress=False), n=3)
-    sys.stdout.write(f"| faithfulness at ten sizes up to 5,000 of {circuit.size} edges | {judged} | |\n")
-
-
-if __name__ == "__main__":
-    main()
+    times = {
+        "the same effects measured": timed(patch("jacobian", verify=True), n=3),
+        "tl.circuit, all edges scored": timed(scored),
+        f"faithfulness at ten sizes up to 5,000 of {circuit.size} edges": timed(
+            lambda: circuit.faithfulness(sizes, progress=False), n=3
+        ),
+    }
+    return rows + [{"what": what, "time": str(one), "ratio": ""} for what, one in times.items()]

@@ -1,14 +1,11 @@
 """What pair maps and answers to pictures cost, in forward-and-backward passes of the model itself.
 
-    python -m bench.speed.pairs [--tiny]
-
 Random weights of real shapes: an MPNet of base size (two texts of 128 tokens; one query against 100 passages), and
-Qwen2.5-VL-7B with one picture of 1,036 pixels. `--tiny` shrinks everything, for a machine without a GPU.
+Qwen2.5-VL-7B with one picture of 1,036 pixels.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 from inspect import signature
 from typing import Any
@@ -17,21 +14,17 @@ import torch
 import transformers as hf
 
 import tensorlens as tl
+from bench.speed.models import device
 from bench.speed.timing import timed
-from bench.tables import markdown
 from tensorlens.batches import MOST_SAMPLES
 
 IMAGE, VIDEO, START, END = 151655, 151656, 151652, 151653
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(markdown([*encoder_rows(device, tiny), *picture_rows(device, tiny)]))
+def pair_rows(tiny: bool = False) -> list[dict[str, str]]:
+    """Pair maps, and an answer to a picture."""
+    return [*encoder_rows(device(), tiny), *picture_rows(device(), tiny)]
 
 
 def row(what: str, taken: Any, unit: float | None = None) -> dict[str, str]:
@@ -117,7 +110,3 @@ def picture_rows(device: str, tiny: bool) -> list[dict[str, str]]:
         row("the answer and its map", asked, once.seconds),
         {**gap, "in units": "", "GiB": ""},
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -146,32 +146,6 @@ def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timin
     return timed(forward, n=7, warm=2), timed(both, n=7, warm=2)
 
 
-def program(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
-    """A map from ids, a recording, a push, a further output, a certificate: in passes of the model."""
-    rows, ids = [], token_ids(n_tokens)
-    for name in names:
-        model = build(name, half(), num_hidden_layers=n_blocks)
-        lens, lrp = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp())
-        forward, both = passes(model, ids, keep=0)
-        T = lens(ids)
-        T.map("tensor.in_class", -1)
-        works: dict[str, tuple[Callable[[], Any], Timing]] = {
-            "map": (lambda lens=lens: lens(ids).map("tensor.in_class", -1), both),
-            "map, AttnLRP": (lambda lrp=lrp: lrp(ids).map("tensor.in_class", -1), both),
-            "components": (lambda lens=lens: lens(ids).components(-1, 7), both),
-            "recording": (lambda lens=lens: lens(ids), forward),
-            "a further output": (lambda T=T: T.map("tensor.in_class", -2), forward),
-            "push": (lambda T=T: T.apply(T.input), forward),
-        }
-        times = {label: timed(work, n=7) for label, (work, _) in works.items()}
-        row: dict[str, Any] = {"model": name, "tokens": n_tokens, "blocks": n_blocks, "forward": forward}
-        row |= {label: f"{times[label].seconds / per.seconds:.2f}" for label, (_, per) in works.items()}
-        rows.append(row | {"memory of a map, GiB": times["map"].gib} | certified(lens, ids, forward))
-        del model, lens, lrp, T, works
-        clear()
-    return rows
-
-
 def clock(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
     """What recording costs in Python per torch function that it sees, and in passes; the same at twice the length."""
     rows, ids, longer = [], token_ids(n_tokens), token_ids(2 * n_tokens)

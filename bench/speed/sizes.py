@@ -1,4 +1,4 @@
-"""`python -m bench.speed.sizes`: what `tensorlens size` predicts beside what the whole model takes, on a GPU.
+"""What `tensorlens size` predicts beside what the whole model takes, on a GPU.
 
 Under two minutes: four shapes, random weights, bfloat16 but for BERT.
 """
@@ -32,22 +32,17 @@ SHAPES = {
 }  # fmt: skip
 
 
-def main() -> None:
-    device = torch.device("cuda")
+def size_rows() -> list[dict[str, str]]:
+    """For each shape and task, seconds predicted and measured, and the ratios of time and of memory."""
     rows = []
     for name, (config, dtype, n_tokens) in SHAPES.items():
         predicted = size(config, n_tokens=n_tokens, device="cuda", dtype=dtype, slices=n_tokens < 1000)
-        measured = costs_of(config, getattr(torch, dtype), device, n_tokens, slices=n_tokens < 1000)
+        measured = costs_of(config, getattr(torch, dtype), torch.device("cuda"), n_tokens, slices=n_tokens < 1000)
         for guess, found in zip(predicted.costs, measured, strict=True):
-            memory = guess.n_bytes / max(1, found.n_bytes) if guess.n_bytes and found.n_bytes else float("nan")
-            rows.append((name, guess.work, guess.seconds, found.seconds, guess.seconds / found.seconds, memory))
+            seconds = {"predicted, s": f"{guess.seconds:.4f}", "measured, s": f"{found.seconds:.4f}"}
+            ratios = {"ratio of time": f"{guess.seconds / found.seconds:.2f}"}
+            has_memory = guess.n_bytes and found.n_bytes
+            ratios["ratio of memory"] = f"{guess.n_bytes / found.n_bytes:.2f}" if has_memory else ""
+            rows.append({"shape": name, "work": guess.work} | seconds | ratios)
         torch.cuda.empty_cache()
-    print("| shape | work | predicted, s | measured, s | ratio of time | ratio of memory |\n|---|---|---|---|---|---|")
-    for name, work, guess, found, ratio, memory in rows:
-        print(f"| {name} | {work} | {guess:.4f} | {found:.4f} | {ratio:.2f} | {memory:.2f} |")
-    near = [0.75 <= value <= 1.25 for row in rows for value in row[4:] if value == value]
-    print(f"within 25 %: {sum(near)} of {len(near)}")
-
-
-if __name__ == "__main__":
-    main()
+    return rows

@@ -113,12 +113,13 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
         "    if name == 'flashtrace': sys.exit('flashtrace: no such thing')\n"
         "    scores = list(range(len(one['ids']) - (name == 'inseq.input_x_gradient')))\n"
         "    if name == 'context_cite': print('no JSON', file=file, flush=True)\n"
-        "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1}\n"
+        "    answer = {'index': one['index'], 'scores': scores}\n"
         "    print(json.dumps(answer), file=file, flush=True)\n"
     )
     monkeypatch.setattr(peers, "SCRIPT", script)
+    monkeypatch.setattr(peers, "ITEM_SECONDS", 1.0)
     names = ["lxt.attn_lrp", "lxt.cp_lrp", "flashtrace", "context_cite", "inseq.input_x_gradient"]
-    result = judged(tmp_path, peers=names, peer_seconds=1.0, peer_workers=3)
+    result = judged(tmp_path, peers=names)
     about = result["peers"]
     assert list(about) == names
     lacking = result["judges"]["evidence"]["missing"]["inseq.input_x_gradient"]
@@ -130,8 +131,6 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
     for name in ("lxt.attn_lrp", "context_cite"):
         assert ranks[name]["mean"] == pytest.approx(ranks["control.recency"]["mean"])
     assert "lxt.cp_lrp" not in ranks
-    short = judged(tmp_path / "short", peers=["lxt.cp_lrp"], peer_total_seconds=0.5)["peers"]["lxt.cp_lrp"]
-    assert short["error"] == "was ended after 0.5 seconds"
     missing = judged(tmp_path / "other", peers=["lxt.cp_lrp"], peer_python=str(tmp_path / "nowhere"))
     assert "could not be started" in missing["peers"]["lxt.cp_lrp"]["error"]
 
@@ -144,7 +143,7 @@ def test_a_peer_of_components_is_asked_about_pairs_alone(tmp_path, monkeypatch):
         "for line in ['{}', '{}', *open(sys.argv[3])]:\n"
         "    one = json.loads(line)\n"
         "    scores = [float(len(label)) for label in one.get('labels', '')][one.get('index', 0) % 2:]\n"
-        "    answer = {'index': one['index'], 'scores': scores, 'seconds': 0.1} if one else {'index': 0, 'about': {}}\n"
+        "    answer = {'index': one['index'], 'scores': scores} if one else {'index': 0, 'about': {}}\n"
         "    print(json.dumps(answer), file=file, flush=True)\n"
     )
     monkeypatch.setattr(peers, "SCRIPT", script)

@@ -20,7 +20,7 @@ from tensorlens.studies.fidelity_study.measures import (
     random_directions,
     token_directions,
 )
-from tensorlens.studies.fidelity_study.report import error_table, norm_table
+from tensorlens.studies.fidelity_study.run import error_table, norm_table
 from tensorlens.studies.plain_model import plain_states, true_function
 
 LAYOUTS = {

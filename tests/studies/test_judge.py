@@ -130,8 +130,8 @@ def test_the_example_of_the_how_to_runs(tmp_path):
 
 
 def test_sets_count_alike_whatever_their_size():
-    rows = [{"judge": "evidence", "set": "a", "truth": [1.0, 0.0], "scores": {"m": [1.0, 0.0]}, "seconds": {}}] * 9
-    rows += [{"judge": "evidence", "set": "b", "truth": [1.0, 0.0], "scores": {"m": [0.0, 1.0]}, "seconds": {}}]
+    rows = [{"judge": "evidence", "set": "a", "truth": [1.0, 0.0], "scores": {"m": [1.0, 0.0]}}] * 9
+    rows += [{"judge": "evidence", "set": "b", "truth": [1.0, 0.0], "scores": {"m": [0.0, 1.0]}}]
     about = {"question": "word", "measures": ["reciprocal_rank"], "problems": []}
     found = judge_summary(rows, {"seed": 0, "judges": {"evidence": about}})["judges"]["evidence"]
     assert found["measures"]["reciprocal_rank"]["methods"]["m"]["mean"] == pytest.approx(0.75)

@@ -16,7 +16,6 @@ from tensorlens.studies.plain_model import plain_states, read_out
 from tensorlens.studies.relation_study import prompts
 from tensorlens.studies.relation_study.decoding import (
     EMBEDDING,
-    RelationOperator,
     expand_locally,
     lre_predictor,
     only_tokens,
@@ -237,29 +236,19 @@ def test_mean_of_one_on_its_own_prompt_reproduces_the_logits(name):
             assert torch.allclose(read_out(lens.anatomy, predictor.at(1.0))[0], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_relation_operator_by_rows_equals_replays():
-    lens = unnormed_lens("neox-parallel")
+@pytest.mark.parametrize("rules", ["paper", "jacobian"])
+def test_the_whole_prompt_is_predicted_by_the_mean_of_dense_slices(rules):
+    rule_set = getattr(tl.Rules, rules)(include_final_norm=False)
+    lens = tl.Lens(zoo.build("neox-parallel", "sdpa"), rules=rule_set)
     tensors = [lens(zoo.sample("neox-parallel", seed=seed)) for seed in range(3)]
     x = torch.randn(9, *tensors[0].input.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    operator = RelationOperator(tensors)
-    across_by_replay = operator.across(x)
-    by_rows, by_replay = (
-        operator.linear_part(x),
-        torch.cat([RelationOperator(tensors).linear_part(one[None]) for one in x]),
-    )
-    assert operator._slices is not None
-    assert torch.allclose(by_rows, by_replay, atol=1e-9)
-    assert torch.allclose(operator.across(x), across_by_replay, atol=1e-9)
-    twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in tensors]).mean(0)
-    assert torch.allclose(by_rows, twin, atol=1e-9)
-
-
-def test_relation_operator_of_live_members_pushes_and_makes_no_slices():
-    live = tl.Lens(zoo.build("neox-parallel", "sdpa"), rules=tl.Rules.jacobian(include_final_norm=False))
-    operator = RelationOperator([live(zoo.sample("neox-parallel", seed=seed)) for seed in range(2)])
-    x = torch.stack([tensor.input.flip(0) for tensor in operator.tensors] * 5)
-    twin = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in operator.tensors]).mean(0)
-    assert torch.allclose(operator.linear_part(x), twin, atol=1e-9) and operator._slices is None
+    found = tensor_predictors(tensors, x, [2, 3])["full"]
+    each = torch.stack([torch.einsum("dje,sje->sd", tensor.rows(-1), x) for tensor in tensors])
+    assert torch.allclose(found.linear, each.mean(0), atol=1e-9)
+    assert torch.allclose(found.constant, torch.stack([tensor.bias[-1] for tensor in tensors]).mean(0), atol=1e-9)
+    others = torch.stack([tensor.rows(-1) for tensor in tensors[1:]]).mean(0)
+    own = torch.einsum("dje,je->d", others, tensors[0].input)
+    assert torch.allclose(found.held_out_linear[0], own, atol=1e-9)
 
 
 def test_subject_only_predictor_equals_its_definition():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tensorlens import studies
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.runs import Run
@@ -325,3 +326,8 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
 
 def _n_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def test_every_public_name_of_studies_is_where_it_is_said_to_be():
+    for name in studies._WHERE:
+        assert getattr(studies, name).__name__ == name

@@ -321,7 +321,7 @@ def fidelity_(
 
 def _print_fidelity(made: Mapping[str, StudyResult]) -> None:
     """One line per checkpoint; of a single one, norms and bounds, errors, properties, and where the rest is."""
-    from tensorlens.studies.fidelity_study import report
+    from tensorlens.studies.fidelity_study import run as report
 
     if "" not in made:
         print_rows([{"revision": name} | report.dynamics(one.summary) for name, one in made.items()])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tensorlens.studies.fidelity_study.properties import block_ranges as block_ranges
     from tensorlens.studies.fidelity_study.properties import tensor_properties as tensor_properties
+    from tensorlens.studies.fidelity_study.properties import word_pairs as word_pairs
     from tensorlens.studies.fidelity_study.run import FidelityOptions as FidelityOptions
     from tensorlens.studies.fidelity_study.run import fidelity as fidelity
     from tensorlens.studies.judge_study import JudgeOptions as JudgeOptions
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
     from tensorlens.studies.relation_study.run import relations as relations
     from tensorlens.studies.runs import StudyResult as StudyResult
-    from tensorlens.studies.vocabulary import word_pairs as word_pairs
 
 _WHERE = {
     "block_ranges": "fidelity_study.properties",
@@ -29,12 +29,12 @@ _WHERE = {
     "fidelity": "fidelity_study.run",
     "JudgeOptions": "judge_study",
     "judge": "judge_study",
-    "PerturbationOptions": "perturbation_study.options",
+    "PerturbationOptions": "perturbation_study.run",
     "perturbation": "perturbation_study.run",
     "RelationOptions": "relation_study.run",
     "relations": "relation_study.run",
     "StudyResult": "runs",
-    "word_pairs": "vocabulary",
+    "word_pairs": "fidelity_study.properties",
 }
 
 

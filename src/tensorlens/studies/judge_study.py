@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -312,7 +311,7 @@ class Scorer:
     def records(self, items: Sequence[Item]) -> list[Record]:
         """A record for each of some items of one length and output, which share one recording per rule set.
 
-        `scores` and `seconds` by method, and `missing`, why a method has none; or that the model is wrong.
+        `scores` by method, and `missing`, why a method has none; or that the model is wrong.
         """
         logits = last_logits(self.lens, [item.ids for item in items], items[0].out_token)
         found: list[Record] = []
@@ -323,7 +322,7 @@ class Scorer:
                 found[-1]["left_out"] = WRONG
                 continue
             found[-1] |= {"target": item.target, "labels": list(item.labels), "truth": list(item.truth)}
-            found[-1] |= {"scores": {}, "seconds": {}, "missing": {}}
+            found[-1] |= {"scores": {}, "missing": {}}
             known.append((item, found[-1]))
         for member, names in self.methods.items() if known else ():
             self._score(self.lenses[member], known, names)
@@ -334,15 +333,13 @@ class Scorer:
     def _score(self, lens: Lens, known: Sequence[tuple[Item, Record]], names: Sequence[str]) -> None:
         targets, out_token = [item.target for item, _ in known], known[0][0].out_token
         try:
-            began = now()
             batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item, _ in known])
-            recorded = now() - began
         except (TensorLensError, torch.OutOfMemoryError) as error:
             for _, one in known:
                 one["missing"] |= dict.fromkeys(names, reason_of(error))
             return
         for name in names:
-            began, base = now(), split(name)[0]
+            base = split(name)[0]
             try:
                 wanted = targets if METHODS[base].takes_target else None
                 maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
@@ -350,10 +347,8 @@ class Scorer:
                 for _, one in known:
                     one["missing"][name] = reason_of(error)
                 continue
-            seconds = (recorded + now() - began) / len(known)
             for (item, one), made in zip(known, maps, strict=True):
                 one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
-                one["seconds"][name] = short(seconds, 7)
 
 
 def is_item_right(logits: Tensor, target: Target) -> bool:
@@ -383,13 +378,6 @@ def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -
         arguments["logits_to_keep"] = 1  # a vocabulary of logits for each token fills the memory
     with running(lens.model):
         return lens.model(**arguments).logits[:, out_token].float().cpu()
-
-
-def now() -> float:
-    """Seconds on a clock, after all GPU work so far has finished."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 # Measures -------------------------------------------------------------------------------------------------------------
@@ -444,7 +432,6 @@ def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> 
     for record in measured:
         for name, reason in record.get("missing", {}).items():
             missing.setdefault(name, Counter())[reason] += 1
-    cost = {name: [one["seconds"][name] for one in measured if name in one.get("seconds", {})] for name in methods}
     measures = about["measures"] if measured else ()
     return {
         "n_items": len(records),
@@ -455,7 +442,6 @@ def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> 
         "missing": {
             name: {"n": sum(some.values()), "reason": some.most_common(1)[0][0]} for name, some in missing.items()
         },
-        "seconds": {name: short(np.median(some), 6) if some else None for name, some in cost.items()},
         "measures": {measure: _comparison(measured, methods, measure, seed) for measure in measures},
     }
 
@@ -529,16 +515,15 @@ def judge_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def judge_table(found: dict[str, Any]) -> Table:
-    """The score of each method on a benchmark, its interval, its difference to the paper's In+Class, its cost."""
+    """The score of each method on a benchmark, its interval, and its difference to the paper's In+Class."""
     rows = []
     for measure, compared in list(found["measures"].items())[:1]:  # the one that ranks
         head, less = measure.replace("_", " "), "minus the paper's T"
         for name, one in compared["methods"].items():
-            cost, difference = found["seconds"].get(name), one.get(f"less {REFERENCE}", {"mean": None})
+            difference = one.get(f"less {REFERENCE}", {"mean": None})
             shown = {head: _shown(one), less: _shown(difference, "+.3f"), "items": one["n"]}
-            rows.append({"method": name} | shown | {"ms per item": "–" if cost is None else f"{1000 * cost:.3g}"})
-        blank = {less: "", "items": "", "ms per item": ""}
-        rows.append({"method": "(chance)", head: f"{compared['random']:.3f}"} | blank)
+            rows.append({"method": name} | shown)
+        rows.append({"method": "(chance)", head: f"{compared['random']:.3f}", less: "", "items": ""})
     return rows
 
 

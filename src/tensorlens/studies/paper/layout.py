@@ -15,7 +15,7 @@ from tensorlens.errors import MissingExtraError
 from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR
 from tensorlens.studies.perturbation_study.measures import RISING
 from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
-from tensorlens.studies.relation_study.report import survival
+from tensorlens.studies.relation_study.report import relation_table, start_table, survival
 from tensorlens.studies.report import markdown, with_interval
 from tensorlens.views.study_figures import perturbation_curves, relation_bars, start_curves
 
@@ -171,16 +171,14 @@ def relation_texts(about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict
     parts = [f"# {about['title']}", about["line"], survival(dict(summary))]
     parts += ["\n".join(f"- left out: {key}: {reason}" for key, reason in summary["left_out"].items())]
     if summary["relations"]:
-        each = summary["relations"].items()
         parts += [
             "## Accuracy by category: agreement with the model, mean ± deviation over splits",
             markdown(rows),
             f"The tensor is ahead of LRE (β = 2.5) on {n_ahead(summary)} of {len(summary['relations'])} relations.",
             "## By relation",
-            markdown([_by_relation(key, one) for key, one in each]),
+            markdown(relation_table(dict(summary))),
             "## Over starting layers",
-            markdown([_by_start(c, one["methods"], summary) for c, one in summary["categories"].items()]),
-            markdown([_by_start(key, one["methods"], summary) for key, one in each]),
+            markdown(start_table(dict(summary))),
         ]
     heads = ["Method", *list(rows[0])[1:]]
     return {
@@ -194,30 +192,6 @@ def n_ahead(summary: Mapping[str, Any]) -> int:
     pairs = [[one["methods"].get(name) for name in list(ROWS)[::2][:2]] for one in summary["relations"].values()]
     both = [(ours["agreement"]["mean"], other["agreement"]["mean"]) for ours, other in pairs if ours and other]
     return sum(ours > other for ours, other in both)
-
-
-def _by_relation(key: str, one: Mapping[str, Any]) -> dict[str, str]:
-    scores = {label: one["methods"].get(name) for name, label in ROWS.items()}
-    return {
-        "relation": key,
-        "tested": f"{one['n_test']:.0f}",
-        **{
-            label: "" if score is None else f"{score['agreement']['mean']:.3f} ± {score['agreement']['std']:.3f}"
-            for label, score in scores.items()
-        },
-        "random guess": f"{one['chance']['agreement']:.3f}",
-    }
-
-
-def _by_start(head: str, methods: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    every = summary["categories"]["all"]["methods"]
-    starts = sorted({int(name.split("@")[1]) for name in every if name.startswith("tensor.full.beta1@")})
-    row = {"": head}
-    for start in starts:
-        for label, name in (("Tensor", f"tensor.full.beta1@{start}"), ("LRE", f"lre.fixed@{start}")):
-            score = methods.get(name)
-            row[f"{label} from {start}"] = "" if score is None else f"{score['agreement']['mean']:.3f}"
-    return row
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from torch import Tensor
 from tensorlens.errors import InputError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.forward_signature import forward_parameters
-from tensorlens.operators.operator import MeanTensor
 from tensorlens.studies.plain_model import PlainStates, plain_states, read_out
 from tensorlens.tensor import AttentionTensor
 
@@ -81,10 +80,6 @@ def _jacobians(z: Tensor, sources: list[Tensor], position: int) -> list[Tensor]:
 
 
 FORWARD_CHUNK = 32
-ROWS_FROM = {"cuda": 0.0, "cpu": 0.2}
-"""Samples per channel from which dense slices, once made, are cheaper than a push for each sample."""
-ROWS_OF_LIVE_FROM = 1.0
-"""The same where factors are live: no block folds, and a slice takes a backward pass for each of its channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,56 +120,24 @@ def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequ
     return PlainStates(entering=found, embedded=torch.cat(embedded), output=torch.cat(logits))
 
 
-class RelationOperator:
-    r"""The mean affine operator of a relation at the last token, $\bar T_{[L]}$ and $\bar B_{[L]}$ (Eq. 26).
-
-    Holds the tensors, which are cheap, and where dense slices pay, one for each example.
-    """
-
-    def __init__(self, tensors: Sequence[AttentionTensor]) -> None:
-        self.tensors, self.mean = tuple(tensors), MeanTensor(tensors)
-        self.bias = self.mean.bias[-1]
-        self._slices: list[Tensor] | None = None
-
-    def linear_part(self, x: Float[Tensor, "sample token channel"]) -> Float[Tensor, "sample out_channel"]:
-        r"""$\bar T_{[L]}·x$ of each sample."""
-        if self._slices is None and len(x) < self._rows_from(x.device) * self.mean.n_channels:
-            return self.mean.apply(x)[:, -1]
-        if self._slices is None:
-            self._slices = [tensor.rows(-1) for tensor in self.tensors]
-        return self.across(x).mean(1)
-
-    def _rows_from(self, device: torch.device) -> float:
-        folds = all(tensor.operator.recording.rules.holds_factors for tensor in self.tensors)
-        return ROWS_FROM.get(device.type, 0.2) if folds else ROWS_OF_LIVE_FROM
-
-    def across(self, x: Float[Tensor, "state token channel"]) -> Float[Tensor, "state example out_channel"]:
-        """[i, k]: the operator of example k alone on state i."""
-        if self._slices is None:
-            return torch.stack([tensor.apply(x)[:, -1] for tensor in self.tensors], dim=1)
-        return torch.stack([x.to(part).flatten(1) @ part.flatten(1).T for part in self._slices], dim=1)
-
-
 def tensor_predictors(
     tensors: Sequence[AttentionTensor], test: Float[Tensor, "sample token channel"], subject_tokens: Sequence[int]
 ) -> dict[str, Predictor]:
     r"""`full`, which sees the whole prompt, and `subject`, which sees the subject's tokens alone.
 
-    For the second, all else is in the constant: $\bar b = \tfrac1m\sum_i F(X_i) - T_i[subj]\,x_{subj}$, which is
-    what LRE does with one token.
+    Both are $\hat z = \bar T_{[L]}·x + \bar b$ with the mean operator at the last token (Eq. 26). For the second, all
+    else is in the constant: $\bar b = \tfrac1m\sum_i F(X_i) - T_i[subj]\,x_{subj}$, as LRE does with one token.
     """
-    operator = RelationOperator(tensors)
     own = torch.stack([tensor.input for tensor in tensors])
     outputs = torch.stack([tensor.output[-1] for tensor in tensors])
     biases = torch.stack([tensor.bias[-1] for tensor in tensors])
-    n_test = len(test)
-    both = operator.linear_part(torch.cat([test, only_tokens(test, subject_tokens)]))
-    across = operator.across(torch.cat([own, only_tokens(own, subject_tokens)]))
-    full, subject = across.split(len(own))
+    states = torch.cat([test, only_tokens(test, subject_tokens), own, only_tokens(own, subject_tokens)])
+    across = torch.stack([tensor.apply(states)[:, -1] for tensor in tensors], dim=1)  # (state, example, channel)
+    of_test, of_subjects, full, subject = across.split([len(test), len(test), len(own), len(own)])
     rests = outputs - _diagonal(subject)
     return {
-        "full": _predictor(both[:n_test], biases, full),
-        "subject": _predictor(both[n_test:], rests, subject),
+        "full": _predictor(of_test.mean(1), biases, full),
+        "subject": _predictor(of_subjects.mean(1), rests, subject),
     }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tensorlens.studies.report import Section, Table, interval, resampled_means, with_interval, write_page
 from tensorlens.studies.runs import Run
-from tensorlens.views.study_figures import CURVES, relation_bars, start_curves, start_points
+from tensorlens.views.study_figures import relation_bars, start_curves
 
 METRICS = ("agreement", "match")
 
@@ -175,14 +175,19 @@ def difference_table(summary: dict[str, Any], metric: str = "agreement") -> Tabl
 
 
 def start_table(summary: dict[str, Any]) -> Table:
-    """Agreement over the first block, all relations together."""
-    methods = summary["categories"]["all"]["methods"]
-    columns = {CURVES[family][0]: {s: m for s, m, _, _ in start_points(methods, family)} for family in CURVES}
-    starts = sorted({start for column in columns.values() for start in column})
+    """Agreement over the first block, by category and by relation."""
+    every = summary["categories"]["all"]["methods"]
+    starts = sorted({int(name.split("@")[1]) for name in every if name.startswith("tensor.full.beta1@")})
+    families = {"Tensor": "tensor.full.beta1", "LRE": "lre.fixed"}
     return [
-        {"first block": start}
-        | {head: f"{column[start]:.2f}" if start in column else "" for head, column in columns.items()}
-        for start in starts
+        {"": head}
+        | {
+            f"{label} from {start}": f"{score['agreement']['mean']:.3f}" if score else ""
+            for start in starts
+            for label, family in families.items()
+            for score in [one["methods"].get(f"{family}@{start}")]
+        }
+        for head, one in (summary["categories"] | summary["relations"]).items()
     ]
 
 
