@@ -20,7 +20,7 @@ from bench.speed.paper_way import WAYS, patched
 from bench.speed.timing import Timing, clear, timed
 from tensorlens.models.precision import matmul_mode
 from tensorlens.operators.norms import frobenius_norms, sketched_norms
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.live import Followed
 from tensorlens.studies import perturbation
 
 Rows = list[dict[str, Any]]
@@ -176,17 +176,17 @@ def clock(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
 
 def functions_seen(work: Callable[[], Any]) -> int:
     """How many torch functions a recording sees."""
-    own, n_seen = Tape.call, [0]
+    own, n_seen = vars(Followed)["__torch_function__"], [0]
 
     def call(*args: Any) -> Any:
         n_seen[0] += 1
-        return own(*args)
+        return own.__func__(*args)
 
-    Tape.call = call  # type: ignore[method-assign]
+    Followed.__torch_function__ = classmethod(call)  # type: ignore[method-assign]
     try:
         work()
     finally:
-        Tape.call = own  # type: ignore[method-assign]
+        Followed.__torch_function__ = own  # type: ignore[method-assign]
     return n_seen[0]
 
 
