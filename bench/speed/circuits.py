@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 
 import tensorlens as tl
 from bench.judges.peer_process import transformer_lens
+from bench.judges.peers import save_model
+from bench.speed.models import device
 from bench.speed.timing import finish, timed
 
 TEXT = "When Mary and John went to the store, {} gave a drink to"
@@ -37,7 +40,7 @@ def in_turns(works: dict[str, Callable[[], Any]], n: int = 7) -> dict[str, list[
 
 def circuit_rows() -> list[dict[str, str]]:
     """Effects predicted, measured, and circuits judged."""
-    lens = tl.load("smollm2-135m", **({"device": "cuda"} if torch.cuda.is_available() else {}))
+    lens = tl.load("smollm2-135m", device=device())
     clean, corrupted = (lens.processor(TEXT.format(name))["input_ids"] for name in ("John", "Mary"))
     first, second = (lens.processor(name)["input_ids"][0] for name in (" Mary", " John"))
 
@@ -50,8 +53,7 @@ def circuit_rows() -> list[dict[str, str]]:
     question = {"ids": clean, "corrupted": corrupted, "weights": [(first, 1.0), (second, -1.0)], "labels": labels}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for part in (lens.model, lens.processor):
-                part.save_pretrained(folder)
+            save_model(lens, Path(folder))
             score, _ = transformer_lens(folder, "")
         works["TransformerLens"] = lambda: score(question)
     except ImportError as error:

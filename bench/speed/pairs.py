@@ -36,7 +36,9 @@ def row(what: str, taken: Any, unit: float | None = None) -> dict[str, str]:
 def encoder_rows(device: str, tiny: bool) -> list[dict[str, str]]:
     """Two texts, and one query against many passages."""
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    model = hf.MPNetModel(hf.MPNetConfig(**(small if tiny else {})), add_pooling_layer=False).to(device).eval()
+    sizes: dict[str, Any] = small if tiny else {}
+    model: Any = hf.MPNetModel(hf.MPNetConfig(**sizes), add_pooling_layer=False)
+    model = model.to(device).eval()
     lens, many = tl.Lens(model), 8 if tiny else 100
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(5, 30000, (128,), generator=draw).tolist() for _ in range(many)]
@@ -67,7 +69,7 @@ def vision_language(device: str, tiny: bool) -> Any:
     if tiny:
         vision |= {"hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "depth": 2, "fullatt_block_indexes": [1]}
     places = dict(zip(("image", "video", "vision_start", "vision_end"), (IMAGE, VIDEO, START, END), strict=True))
-    tokens = {f"{name}_token_id": token for name, token in places.items()}
+    tokens: dict[str, Any] = {f"{name}_token_id": token for name, token in places.items()}
     config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if device == "cpu" else torch.bfloat16)

@@ -96,7 +96,7 @@ def scaling(tokens: int, channels: int, blocks: int) -> Rows:
         for factor in (0.5, 1, 2, 4):
             size = base | {axis: int(base[axis] * factor)}
             d = size["channels"]
-            widths = {"hidden_size": d, "num_attention_heads": d // 32, "intermediate_size": 4 * d}
+            widths: dict[str, Any] = {"hidden_size": d, "num_attention_heads": d // 32, "intermediate_size": 4 * d}
             # Of the last block only one token is live, so that the others are counted.
             model = build("bert-base", num_hidden_layers=size["blocks"] + 1, max_position_embeddings=2048, **widths)
             T, last = tl.Lens(model)(token_ids(size["tokens"])).operator, size["tokens"] - 1
@@ -284,8 +284,11 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
     yardstick, lens = n_samples / timed(plain, n=2).seconds, tl.Lens(model)
     with cp_lrp(model):
         peer = n_samples / timed(plain, n=2).seconds
-    rows = []
-    for method, options in (("tensor.in_class", {}), ("tensor.in_out", {}), ("tensor.norm", {"probes": 16})):
+    rows, asked = (
+        [],
+        dict[str, dict[str, Any]]({"tensor.in_class": {}, "tensor.in_out": {}, "tensor.norm": {"probes": 16}}),
+    )
+    for method, options in asked.items():
         took = timed(lambda m=method, o=options: list(lens.maps(ids, m, progress=False, **o)), n=3)
         rate = n_samples / took.seconds
         rows.append(

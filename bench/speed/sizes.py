@@ -41,8 +41,8 @@ def size_rows() -> list[dict[str, str]]:
         for guess, found in zip(predicted.costs, measured, strict=True):
             seconds = {"predicted, s": f"{guess.seconds:.4f}", "measured, s": f"{found.seconds:.4f}"}
             ratios = {"ratio of time": f"{guess.seconds / found.seconds:.2f}"}
-            has_memory = guess.n_bytes and found.n_bytes
-            ratios["ratio of memory"] = f"{guess.n_bytes / found.n_bytes:.2f}" if has_memory else ""
+            both = guess.n_bytes and found.n_bytes and guess.n_bytes / found.n_bytes
+            ratios["ratio of memory"] = f"{both:.2f}" if both else ""
             rows.append({"shape": name, "work": guess.work} | seconds | ratios)
         torch.cuda.empty_cache()
     return rows

@@ -204,7 +204,7 @@ def test_a_compiled_block_reads_what_it_is_told_to():
 
 
 def test_needles_are_found_where_they_were_hidden(tmp_path):
-    sizes = zoo.TEXT | {"max_position_embeddings": 400}
+    sizes: dict = zoo.TEXT | {"max_position_embeddings": 400}
     lens = tl.Lens(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)).eval(), tokenizer(wrapped=False))
     hay = ". ".join(" ".join(WORDS[k % len(WORDS)] for k in range(i, i + 9)) for i in range(40)) + ".\n"
     (tmp_path / "wikitext-2").mkdir()
@@ -237,7 +237,7 @@ def test_patching_judges_components(tmp_path):
     assert "ioi.csv, row 2: The two prompts have 6 and 4 tokens" in judge_of.problems[0]
     mat, cat = (lens.processor(word)["input_ids"][0] for word in ("mat", "cat"))
     assert item.extra["weights"] == {mat: 1.0, cat: -1.0}
-    flipped = replace(item, extra=item.extra | {"weights": {mat: -1.0, cat: 1.0}})
+    flipped = replace(item, extra={**item.extra, "weights": {mat: -1.0, cat: 1.0}})
     records = [patched(lens, one, ["tensor.in_class@jacobian"]) for one in (item, flipped)]
     left, kept = sorted(records, key=lambda record: "truth" in record)
     assert left == {"left_out": "the model is wrong"}

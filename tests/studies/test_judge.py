@@ -121,7 +121,7 @@ def test_the_example_of_the_how_to_runs(tmp_path):
     words = sorted(set(re.findall(r"\w+|[^\w\s]", text)))
     inner = Tokenizer(models.WordLevel({"[UNK]": 0} | {word: i for i, word in enumerate(words, 1)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
-    sizes = zoo.TEXT | {"vocab_size": len(words) + 1}
+    sizes: dict = zoo.TEXT | {"vocab_size": len(words) + 1}
     model = zoo.randomise(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)), seed=1).eval()
     lens = tl.Lens(model, hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]"), name="tiny")
     found = judge(lens, folder, tmp_path / "run", methods=FEW, progress=False)["judges"]["evidence"]

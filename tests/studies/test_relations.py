@@ -117,7 +117,7 @@ def test_prompt_is_examples_then_query_opened_as_lre_does():
     tokens = prompts.Tokens(tokenizer())
     prompt = prompts.make_prompt(tokens, "The {} is", facts(("sky", "blue"), ("sea", "green")), "sun")
     assert prompt.text == "The sky is blue\nThe sea is green\nThe sun is"
-    assert tokenizer().decode(prompt.ids) == START + prompt.text
+    assert tokenizer().decode(list(prompt.ids)) == START + prompt.text
 
 
 @pytest.mark.parametrize(
@@ -284,13 +284,14 @@ def test_lre_equals_the_autograd_jacobian(name):
 
         def from_subject(h, start=start, rest=rest):
             x = torch.cat([rest[:, :position], h[None, None], rest[:, position + 1 :]], 1)
-            return plain_states(lens.anatomy, inputs, put={start: x}, grad=True).leaving[0, -1]
+            leaving = plain_states(lens.anatomy, inputs, put={start: x}, grad=True).leaving
+            return leaving[0, -1]  # type: ignore[index]
 
         jacobian = torch.autograd.functional.jacobian(from_subject, rest[0, position])
         assert torch.allclose(found[start].weight, jacobian, atol=1e-7)
         assert torch.equal(subjects[start], rest[0, position])
-        assert torch.allclose(jacobian @ subjects[start] + found[start].bias, states.leaving[0, -1], atol=1e-9)
-    embedded = model.get_input_embeddings()(torch.tensor(ids))[position].detach()
+        assert torch.allclose(jacobian @ subjects[start] + found[start].bias, states.leaving[0, -1], atol=1e-9)  # type: ignore[index]
+    embedded = model.get_input_embeddings()(torch.tensor(ids))[position].detach()  # type: ignore[operator]
     assert torch.allclose(subjects[EMBEDDING], embedded)
 
 
