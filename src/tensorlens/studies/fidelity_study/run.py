@@ -282,10 +282,10 @@ def norm_table(summary: dict[str, Any]) -> Table:
 
 
 def alternative_table(summary: dict[str, Any]) -> Table:
-    """The baselines in the place of T: their norm, the bound from their blocks, and the error at the input itself."""
+    """The baselines in place of T: their norm, the bound from their blocks, and the error at the input itself."""
     return [
         {
-            "in the place of T": name,
+            "in place of T": name,
             "‖R‖₂": f"{one['norm']:.3g}",
             "from its blocks": f"1e{one['log10_blocks']:.2f}",
             "‖RX − F(X)‖/‖F(X)‖": f"{one['at_x']:.3g}",
