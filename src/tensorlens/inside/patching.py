@@ -2,11 +2,20 @@ r"""Patching from a corrupted into a clean run: predicted for all components at 
 
     predicted_c = ⟨λ_c(clean), y_c(corrupted) − y_c(clean)⟩
 
-over all tokens, from two recordings and one backward walk. The truth needs a run of the model for each component.
+over all tokens, from two plain runs and one backward walk. The truth needs a run of the model for each component.
+
+What attribution patching overlooks (AtP*: Kramár et al. 2024): a saturated softmax has no derivative, so a query or a
+key that would move attention looks idle. Its effect is taken by the *true* softmax, with only what follows linear,
+
+    ⟨λ_h, (softmax(q' kᵀ) − softmax(q kᵀ)) v⟩.
+
+Effects that cancel along different ways look idle too: with the cotangent of one block dropped at a time they no longer
+cancel, and the mean of the magnitudes shows them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,9 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from tensorlens.errors import InputError, check_whole
-from tensorlens.inside.atp_star import missed, with_blocks_dropped
-from tensorlens.inside.atp_star import queries_and_keys as by_softmax
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.inside.block import Part
 from tensorlens.inside.seats import Edit, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
@@ -27,6 +34,9 @@ from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
+from tensorlens.operators.attention_matrices import FusedAttention, fused_attention, mixing
+from tensorlens.program.composite import rows_of_attention
+from tensorlens.recording.recording import Recording
 from tensorlens.records import Record, as_array
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
@@ -37,6 +47,9 @@ if TYPE_CHECKING:
 
 PATCHES = 512
 """How many patches are asked for between two moves of the progress bar."""
+
+SUBSETS, IN_SUBSET = 64, 0.1
+"""How many random subsets of what was not patched alone are patched together, and the chance to be in one of them."""
 
 Values = Callable[[Part], Tensor]
 """What each part holds in a run."""
@@ -60,7 +73,8 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
             without `verify`.
         robust: The magnitude of each effect with one block's cotangent dropped at a time, where it was asked for: large
             where effects along different ways cancel in `predicted`.
-        missed: The largest true effect of random halves of all that was not patched alone, where only the best were.
+        missed: Where only the best were patched: the root of the summed squares of the true effects of all other heads
+            and feed-forwards, so none is larger. An estimate by random subsets, which supposes that effects add up.
         target: What is measured.
         clean: Its value in the clean run.
         meta: Model, versions, rules, blocks, output.
@@ -118,10 +132,11 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
-        true = [""] * len(self.labels) if self.true is None else [f"{one:+.4g}" for one in self.true.tolist()]
+        known = torch.full_like(self.predicted, float("nan")) if self.true is None else self.true
+        true = ["" if math.isnan(one) else f"{one:+.4g}" for one in known.tolist()]
         best = self.predicted.abs().topk(min(k, len(self.labels))).indices.tolist()
         rows = [(str(self.labels[i]), f"{float(self.predicted[i]):+.4g}", true[i]) for i in best]
-        yield table(("component", "predicted", "true"), rows)
+        yield table(("component", "predicted", "true"), rows, numbers=(1, 2))
 
 
 @own_modes
@@ -146,7 +161,7 @@ def patching(
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
         verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run. A
-            number k patches the k best alone, by `robust` where there is one, and random halves of the rest together.
+            number k patches the k best alone, by `robust` where there is one, and random subsets of the rest together.
         queries_and_keys: Whether to add each head's queries and keys, by the true softmax: where it is saturated, its
             derivative is zero. Needs fused attention.
         drop: Whether to find effects that cancel, by one pull per block with its cotangent dropped.
@@ -157,11 +172,11 @@ def patching(
     values, others = _both_values(lens, run, corrupted)
     moved = {part: others(part) - values(part) for part in run.parts.values()}
     labels, effects = (*run.parts,), torch.stack(run.effects(moved, moved.__getitem__)).cpu()
-    robust = with_blocks_dropped(run, moved.__getitem__) if drop else None
+    robust = _with_blocks_dropped(run, moved.__getitem__) if drop else None
     edits = [Edit(part, others(part)) for part in moved]
     true, left = _verified(run, edits, effects if robust is None else robust, verify, progress)
     if queries_and_keys:
-        more = by_softmax(run, lens(corrupted).operator.recording)
+        more = _queries_and_keys(run, lens(corrupted).operator.recording)
         labels, effects = (*labels, *more), torch.cat([effects, torch.stack([*more.values()]).to(effects)])
         nothing = torch.full((len(more),), float("nan"), dtype=torch.float64)
         true = None if true is None else torch.cat([true, nothing])
@@ -190,7 +205,7 @@ def _verified(
     found = torch.full((len(edits),), float("nan"), dtype=torch.float64)
     chosen = sorted(best)
     found[chosen] = _true(run, [edits[i] for i in chosen], progress)
-    return found, missed(run, [edit for i, edit in enumerate(edits) if i not in best])
+    return found, _estimate_of_missed(run, [edit for i, edit in enumerate(edits) if i not in best])
 
 
 def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
@@ -224,3 +239,69 @@ def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:
             found += [float("nan") if one is None else run.read(one) for one in logits]
             bar.update(len(some))
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _estimate_of_missed(run: Pass, edits: list[Edit], seed: int = 0) -> float:
+    r"""The length $\sqrt{\sum θ^2}$ of the effects of some patches, by the variance of random subsets of them.
+
+    If effects add up, a subset that takes each with probability p has the variance $p(1 - p) \sum θ^2$. An attention is
+    left out where its heads are there, which it is the sum of.
+    """
+    taken_apart = {(edit.part.block, edit.part.write) for edit in edits if edit.part.head is not None}
+    edits = [one for one in edits if one.part.head is not None or (one.part.block, one.part.write) not in taken_apart]
+    edits = [one for one in edits if seat_of(run, one.part) is not None]
+    if not edits:
+        return 0.0
+    drawn = torch.rand(SUBSETS, len(edits), generator=torch.Generator().manual_seed(seed)) < IN_SUBSET
+    logits = edited_logits(
+        run, [[edit for edit, is_in in zip(edits, some, strict=True) if is_in] for some in drawn.tolist()]
+    )
+    effects = torch.tensor([run.read(one) for one in logits if one is not None])
+    return float(effects.std()) / math.sqrt(IN_SUBSET * (1 - IN_SUBSET))
+
+
+# What attribution overlooks -------------------------------------------------------------------------------------------
+
+
+def _queries_and_keys(run: Pass, other: Recording) -> dict[Component, Tensor]:
+    """The effects of all queries of a head, and of all its keys, by the true softmax.
+
+    Raises:
+        MethodError: a block has attention that is not one fused call.
+    """
+    found = dict[Component, Tensor]()
+    for block in reversed(run.downwards):
+        mixtures, twins = ([m for m in one.mixtures if m.block == block.n] for one in (run.recording, other))
+        if len(mixtures) != 1 or len(twins) != 1:
+            raise MethodError(
+                f"Block {block.n} has {len(mixtures)} attention layers; queries and keys need exactly one."
+            )
+        ours, theirs = fused_attention(run.recording, mixtures[0].slot), fused_attention(other, twins[0].slot)
+        values = mixing(run.recording, block.n).values
+        cotangent = run.cotangents(block.n)[mixtures[0].slot].flatten(0, -4).squeeze(0)  # (head, token, channel)
+        before = _attention(ours)
+        for name in ("query", "key"):
+            moved = (_attention(ours._replace(**{name: getattr(theirs, name)})) - before) @ values
+            for head, effect in enumerate((cotangent * moved).sum((1, 2)).unbind()):
+                found[Component(block=block.n, kind=f"attention {name}", head=head)] = effect
+    return found
+
+
+def _attention(held: FusedAttention) -> Tensor:
+    key = held.key.repeat_interleave(held.query.shape[-3] // held.key.shape[-3], -3)
+    found = rows_of_attention(held.query, key, held.mask, held.causal, held.scale)
+    return found.flatten(0, -4).squeeze(0) if found.dim() > 3 else found
+
+
+def _with_blocks_dropped(run: Pass, moved: Values) -> Tensor:
+    r"""$\frac{1}{N-1}\sum_n |⟨λ^{(n)}, y' - y⟩|$ for each part, with $λ^{(n)}$ pulled past all that block n writes.
+
+    A part of block n itself has no effect there, so it is the mean over the other blocks.
+    """
+    parts, total = [*run.parts.values()], torch.zeros(())
+    for left_out in range(run.start, run.stop):
+        block = run.block(left_out)
+        silent = {write.slot: torch.zeros_like(block.values[write.slot]) for write, _ in block.writes}
+        found = torch.stack(run.effects(parts, moved, silent)).abs()
+        total = total.to(found) + found * torch.tensor([part.block != left_out for part in parts]).to(found)
+    return (total / max(1, run.stop - run.start - 1)).cpu()
