@@ -168,7 +168,7 @@ class Explanation(Tabular):
         if isinstance(self.map, TokenMap):
             show_body(self.map.view(), console)
         else:
-            self.map.show(console)
+            self.map.show(console=console)
         print_parts([Text(f"Rules {self.rules.name}" + (self.because and f": {self.because}"), style="dim")], console)
 
     def _repr_html_(self) -> str:

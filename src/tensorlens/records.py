@@ -73,12 +73,12 @@ class Record(
         """By suffix, what fills a file."""
         return {suffix: _WRITERS[suffix](self) for suffix in self.loadable}
 
-    def show(self, console: Console | None = None, k: int = 10) -> None:
-        """Print the strongest entries; without a console, to standard output.
+    def show(self, k: int = 10, console: Console | None = None) -> None:
+        """Print the strongest entries.
 
         Args:
-            console: Where to.
             k: Number of lines.
+            console: Where to; standard output if None.
         """
         from tensorlens.views.printing import print_parts
 
@@ -87,7 +87,7 @@ class Record(
     def _repr_html_(self) -> str:
         from tensorlens.views.printing import as_html
 
-        return as_html(self.show)
+        return as_html(lambda console: self.show(console=console))
 
     def as_dict(self) -> dict[str, Any]:
         """What the JSON file holds, as plain values; a tensor is its type, its shape and its numbers in order."""

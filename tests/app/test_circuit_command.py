@@ -23,7 +23,9 @@ def test_the_command_prints_the_curve_and_writes_page_and_graph(folder, tmp_path
     assert "<polyline" in page and 'data-tensorlens="inside"' in page
     found = runner.invoke(cli.app, ["circuit", folder, *ASKED, "--json", "--out", str(tmp_path / "c.json")])
     content = json.loads(found.stdout)
-    expected = tl.circuit(tl.load(folder), CLEAN, CORRUPTED, ("a", "b"), progress=False).faithfulness(progress=False)
+    expected = tl.circuit(tl.load(folder, rules="jacobian"), CLEAN, CORRUPTED, ("a", "b"), progress=False).faithfulness(
+        progress=False
+    )
     assert content["faithfulness"]["cpr"] == pytest.approx(expected.cpr, rel=1e-4)
     assert {"metadata", "qParams", "nodes", "links"} == json.loads((tmp_path / "c.json").read_text()).keys()
 

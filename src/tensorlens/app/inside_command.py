@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 import typer
@@ -21,6 +22,7 @@ from tensorlens.app.options import (
     target_of,
 )
 from tensorlens.app.printing import print_json, save, stage, teller, while_waiting
+from tensorlens.recommendations import recommended
 
 SUFFIXES = (".html", ".json")
 UNITS, SCORES = ("edges", "nodes"), ("rules", "integrated")
@@ -94,7 +96,7 @@ def circuit_(
     check_choice("unit", unit, UNITS)
     check_choice("scores", scores, SCORES)
     check_file(out, SUFFIXES)
-    lens = reading.lens(model)
+    lens = replace(reading, rules=reading.rules or recommended("component").rules.name).lens(model)
     import tensorlens as tl
 
     stage("Scoring")

@@ -115,7 +115,7 @@ class ModelOptions(LoadOptions):
         str | None,
         _option(
             f"Rule set, which decides what is kept fixed: {', '.join(RULE_SETS)}; or pairs such as gate=half (default: "
-            "paper; in answer and explore as `tensorlens explain` recommends)."
+            "paper; in answer, circuit and explore as recommended)."
         ),
     ] = None
 

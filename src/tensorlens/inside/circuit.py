@@ -238,9 +238,10 @@ class Circuit:
         graph, path = self.graph(), Path(path)
         picture = curve_svg(judged.curve, [f"{share:.1%}" for share, _ in judged.curve])
         low, high = judged.interval
+        over_pairs = f" [{low:.3f}, {high:.3f}]" if judged.n_pairs > 1 else ""
         said = [
             f"What circuits of growing size recover of “{self.target}” in the model, everything else corrupted: "
-            f"CPR {judged.cpr:.3f} [{low:.3f}, {high:.3f}], CMD {judged.cmd:.3f}, of {judged.size} {self.unit}."
+            f"CPR {judged.cpr:.3f}{over_pairs}, CMD {judged.cmd:.3f}, of {judged.size} {self.unit}."
         ]
         if judged.selected is not None:
             share, f = judged.selected

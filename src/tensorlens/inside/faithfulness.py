@@ -72,7 +72,8 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
 
     def __repr__(self) -> str:
         """One line: the areas."""
-        return f"Faithfulness(CPR {self.cpr:.3f}, CMD {self.cmd:.3f}, {self.n_pairs} pairs, {self.size} {self.unit})"
+        pairs = "1 pair" if self.n_pairs == 1 else f"{self.n_pairs} pairs"
+        return f"Faithfulness(CPR {self.cpr:.3f}, CMD {self.cmd:.3f}, {pairs}, {self.size} {self.unit})"
 
     @property
     def headline(self) -> str:

@@ -200,7 +200,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         return [Top(j, self.in_tokens[j], float(row[j])) for j in order]
 
     def show(  # pyright: ignore[reportIncompatibleMethodOverride] -- it is asked about one output
-        self, console: Console | None = None, out_token: int | None = None
+        self, out_token: int | None = None, console: Console | None = None
     ) -> None:
         """Print the map to the terminal; `out_token` prints that row only."""
         from tensorlens.views import terminal

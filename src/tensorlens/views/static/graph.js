@@ -18,8 +18,9 @@ class GraphView {
     this.slider.addEventListener("input", () => this.draw());
     this.list = element("ul", { class: "edges" });
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
-    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. Tokens run from left to right, blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others, click one for what it received and passed on." });
-    this.node = element("section", { class: "graph-part" }, [element("h3", { text: "Graph: components at tokens, and what each passed to which" }), tools, legend, this.canvas, this.list]);
+    const across = tokens.length > 1 ? "Tokens run from left to right, " : "The parts of a block stand side by side, ";
+    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. " + across + "blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others, click one for what it received and passed on." });
+    this.node = element("section", { class: "graph-part" }, [element("h3", { text: `Graph: components${tokens.length > 1 ? " at tokens" : ""}, and what each passed to which` }), tools, legend, this.canvas, this.list]);
     this.sink = this.findSink();
     this.isAside = this.sink !== null;
     if (this.isAside) tools.append(checkbox(`Set aside “${shorten(visible(tokens[this.sink]), 16).trim()}”, which outweighs every other token`, true, (isOn) => this.setAside(isOn)));
