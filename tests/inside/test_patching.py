@@ -70,7 +70,8 @@ def test_a_head_is_patched_where_its_channels_enter_the_output_projection(name: 
 
 
 def test_a_module_that_several_blocks_use_cannot_be_patched() -> None:
-    config = hf.AlbertConfig(**zoo.TEXT, embedding_size=8)
+    sizes: dict[str, Any] = zoo.TEXT | {"embedding_size": 8}
+    config = hf.AlbertConfig(**sizes)
     lens = tl.Lens(zoo.randomise(hf.AlbertForMaskedLM(config)).double().eval())
     found = tl.patching(lens, CLEAN, CORRUPTED, target=4, verify=True, progress=False)
     assert found.true is not None and found.true.isnan().all()
