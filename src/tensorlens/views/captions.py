@@ -50,7 +50,7 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
         against = meta.get("against")
         answer, text = str(meta.get("answer", "")), str(meta.get("text", ""))
         where = after(text.removesuffix(answer)) if text.removesuffix(answer).strip() else ""
-        return why_headline(answer.strip(), None, None if against is None else str(against).strip(), where)
+        return why_headline(" ".join(answer.split()), None, None if against is None else str(against).strip(), where)
     if isinstance(meta.get("headline"), str):
         return meta["headline"]
     target = meta.get("target")

@@ -133,7 +133,9 @@ class AnswerText {
       return;
     }
     const order = columns.filter((j) => !aside.has(j) && this.pictures.holds(j) < 0).sort((a, b) => Math.abs(scores[b]) - Math.abs(scores[a]) || a - b);
-    const rows = order.map((j) => line(inTokens[j], scores[j], "", () => this.choose({ column: j })));
+    const isOwn = (j) => this.answer.spans.some((one) => one.j === j);
+    const name = (j) => (isOwn(j) && inTokens[j] === "answer" ? "the answer before each word" : inTokens[j]);
+    const rows = order.map((j) => line(name(j), scores[j], "", () => this.choose({ column: j })));
     this.pictures.pictures.forEach(({ columns: parts }, k) => {
       const sum = [...parts].reduce((total, j) => total + scores[j], 0);
       rows.push(line(`Image ${this.pictures.pictures.length > 1 ? k + 1 : ""} (${parts.size} parts)`, sum, "image"));

@@ -6,7 +6,7 @@ import { Result } from "./result.js";
 
 const { element, visible, button } = window.TensorLens;
 const PAGE = "page=answer";
-const EXAMPLE = "Anna's car is red. Tom's bike is blue. The weather was fine on Monday.\n\nQuestion: What colour is Anna's car?\nAnswer: Anna's car is";
+const EXAMPLE = "Anna lives in Rome. Bob lives in Berlin. The weather was fine on Monday.\n\nQuestion: Where does Bob live?\nAnswer: Bob lives in";
 const GROUPS = [["sentences", "sentences"], ["lines", "lines"], ["words", "words"], ["tokens", "tokens"], ["turns", "turns of the chat"]];
 const ROWS = [["sentences", "sentences"], ["words", "words"], ["tokens", "tokens"], ["answer", "the whole answer"]];
 const FRESH = { model: null, prompt: EXAMPLE, answer: "", against: "", groups: "sentences", rows: "sentences", rules: "", chat: false, length: 32 };
