@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import tensorlens as tl
-from tensorlens.app.check_command import print_certificate
+from tensorlens.app.inspect_commands import print_certificate
 
 SENTENCE = "The Eiffel Tower is located in the city of"
 

@@ -20,9 +20,9 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app.explore_command import _listen
+from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.doors import Access, configuration
 from tensorlens.app.explorer.library import Library
-from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.server import create_app
 
 HOST = "http://127.0.0.1:8765"

@@ -13,8 +13,8 @@ from playwright.sync_api import expect
 from tiny_language import tiny_lens
 
 import tensorlens as tl
+from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.library import Library
-from tensorlens.app.explorer.limits import Limits
 
 PROMPT = "The cat sat. It was dark!\nWho sat there?"
 ANSWER = " A cat did. So it goes."

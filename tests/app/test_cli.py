@@ -11,7 +11,7 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens.app import cli, options
-from tensorlens.app.check_command import print_certificate
+from tensorlens.app.inspect_commands import print_certificate
 
 runner = CliRunner()
 

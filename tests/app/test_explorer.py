@@ -12,8 +12,8 @@ from tiny_study import tokenizer as wrapped_tokenizer
 from zoo import build
 
 import tensorlens as tl
+from tensorlens.app.explorer.answers import ROWS_AT_A_TIME
 from tensorlens.app.explorer.library import Library, open_library
-from tensorlens.app.explorer.rows import ROWS_AT_A_TIME
 from tensorlens.maps.methods import METHODS
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -17,7 +17,7 @@ from explorer_samples import SENTENCE, library, make_client, png, serving, statu
 from view_samples import patience
 
 import tensorlens as tl
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer import Limits
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

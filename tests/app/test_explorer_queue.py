@@ -13,9 +13,9 @@ from explorer_samples import SENTENCE, library, load, make_client, post_question
 from view_samples import patience
 
 from tensorlens import cancel
+from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.jobs import Cancelled, Job, Worker
-from tensorlens.app.explorer.kept import Recent
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer.library import Recent
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -19,8 +19,8 @@ from zoo import build
 
 import tensorlens as tl
 from tensorlens import surface
-from tensorlens.app import cli, options, printing, similar_command
-from tensorlens.app.method_names import METHOD_NAMES
+from tensorlens.app import answer_command, cli, options, printing
+from tensorlens.app.options import METHOD_NAMES
 from tensorlens.maps.defaults import MapQuestion
 from tensorlens.maps.targets import Classes, read_target
 from tensorlens.models import loading
@@ -142,7 +142,7 @@ def test_help_fits_a_terminal_of_eighty_columns():
 def test_the_names_known_without_torch_are_those_of_the_methods():
     assert sorted(tl.METHODS) == sorted(METHOD_NAMES)
     assert set(options.DTYPES) == {*loading._DTYPES, "auto"}
-    assert similar_command.POOLINGS == pooling.POOLINGS
+    assert answer_command.POOLINGS == pooling.POOLINGS
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():

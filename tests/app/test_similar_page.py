@@ -8,8 +8,8 @@ from playwright.sync_api import expect
 from tiny_language import tiny_lens
 
 import tensorlens as tl
+from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.library import Library
-from tensorlens.app.explorer.limits import Limits
 
 FIRST, SECOND, THIRD = "The cat sat there.", "A cat lay.", "see /etc/shadow.png"
 

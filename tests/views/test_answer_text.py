@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tensorlens.views.answer_text import answer_text
+from tensorlens.views.record import answer_text
 
 META = {
     "text": "One. Two é👩‍🚀. Yes. No.",

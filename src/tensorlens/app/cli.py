@@ -18,17 +18,12 @@ from typing import Annotated, Any
 import typer
 
 from tensorlens.__about__ import __version__
-from tensorlens.app.answer_command import answer_
-from tensorlens.app.check_command import check_
-from tensorlens.app.explain_command import explain_
+from tensorlens.app.answer_command import answer_, similar
+from tensorlens.app.explain_command import explain_, map_
 from tensorlens.app.explore_command import explore
-from tensorlens.app.inside_command import circuit_, inside
-from tensorlens.app.list_commands import methods, models
-from tensorlens.app.map_command import map_
+from tensorlens.app.inspect_commands import check_, circuit_, inside, methods, models, size_
 from tensorlens.app.maps_command import maps
 from tensorlens.app.options import with_records
-from tensorlens.app.similar_command import similar
-from tensorlens.app.size_command import size_
 from tensorlens.app.study_commands import fidelity_, paper, perturb, relations_
 from tensorlens.errors import TensorLensError
 from tensorlens.studies.processes import tell_launcher

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer import Limits
 from tensorlens.app.options import FinalNorm, ModelOptions
 from tensorlens.errors import InputError, missing_extra
 

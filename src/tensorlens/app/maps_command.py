@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.method_names import check_method_name
-from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName
+from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName, check_method_name
 from tensorlens.app.printing import print_json
 from tensorlens.errors import InputError
 

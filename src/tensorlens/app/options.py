@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from tensorlens.app.printing import stage
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.recording.conventions import RULE_SETS, Rules
+from tensorlens.studies.options import check_member, split
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
+
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
 """What a map can be saved as."""
@@ -266,3 +269,46 @@ def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:
         raise InputError(f"`--out` must end in one of {' '.join(suffixes)}; got {str(path)!r}.")
     if not path.parent.is_dir():
         raise InputError(f"`--out` must be in a folder that exists; {str(path.parent)!r} does not.")
+
+
+# Names of methods -----------------------------------------------------------------------------------------------------
+
+METHOD_NAMES = (
+    "tensor.in_out",
+    "tensor.in_class",
+    "tensor.contribution",
+    "tensor.norm",
+    "rollout.attn",
+    "mean.attn",
+    "rollout.w_attn",
+    "mean.w_attn",
+    "rollout.w_attn_res_ln",
+    "mean.w_attn_res_ln",
+    "rollout.glob_enc",
+    "mean.glob_enc",
+    "alti",
+    "rollout.attn_without_sink",
+    "control.random",
+    "control.recency",
+    "control.position",
+    "control.embedding_norm",
+    "gradient.times_input",
+    "gradient.integrated",
+)
+"""The keys of `METHODS`; a test compares the two."""
+
+
+def check_method_name(name: str) -> None:
+    """Refuse a name that no method has."""
+    if name not in METHOD_NAMES:
+        near = get_close_matches(name, METHOD_NAMES, n=3, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise MethodError(
+            f"TensorLens has no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}."
+        )
+
+
+def check_name_with_member(name: str) -> None:
+    """The same for a name that may have a rule set after an @."""
+    check_method_name(split(name)[0])
+    check_member(name)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tensorlens.app.method_names import check_name_with_member
 from tensorlens.app.options import (
     FinalNorm,
     Input,
@@ -19,6 +18,7 @@ from tensorlens.app.options import (
     NumberOfProcesses,
     RunFolder,
     check_data,
+    check_name_with_member,
     listed,
     numbers,
     read_input,

@@ -32,8 +32,7 @@ from tensorlens.memory import fitting
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.recording.conventions import Rules
-from tensorlens.views.curve import curve_svg
-from tensorlens.views.page import inside_page
+from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ from tensorlens.maps.groups import Groups, find_groups, find_words, group_sums, 
 from tensorlens.maps.methods import METHODS
 from tensorlens.operators.operator import check_token
 from tensorlens.records import Record, Writer, as_array
-from tensorlens.views.answer_text import answer_text
 from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sink_given, sum_lines, title_of
 from tensorlens.views.labels import visible
-from tensorlens.views.record import MapView, PatchGrid
+from tensorlens.views.record import MapView, PatchGrid, answer_text
 from tensorlens.views.table import Table
 
 if TYPE_CHECKING:

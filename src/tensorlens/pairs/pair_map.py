@@ -17,9 +17,8 @@ from tensorlens.errors import InputError, check_whole
 from tensorlens.maps.token_map import FIGURES
 from tensorlens.records import Index, Record, Writer, as_array
 from tensorlens.views.labels import shorten, visible
-from tensorlens.views.placed_pictures import placed_pictures
 from tensorlens.views.printing import heading, table
-from tensorlens.views.record import MapView
+from tensorlens.views.record import MapView, placed_pictures
 from tensorlens.views.table import Table
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`MapView`: everything a renderer may draw, as plain data.
+"""`MapView`: everything a renderer may draw, as plain data; `AnswerText` and `PlacedPicture` are parts of it.
 
 The page, the terminal and the figures take this record and nothing else, so that they agree on what is signed, what is
 set aside and what the caption says. `limit` is where colours end in terminal and figures; a page finds its own, for
@@ -8,15 +8,19 @@ the rows that are shown (`static/scores.js`).
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from tensorlens.errors import InputError
-from tensorlens.views.answer_text import AnswerText
-from tensorlens.views.placed_pictures import IMAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +161,122 @@ def _check_image(image: str, grid: PatchGrid | None) -> None:
         )
     if grid is None:
         raise InputError("Expected a patch grid with the image, got none. Pass rows, columns and first as well.")
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+_DATA_URI = r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*"
+IMAGE = re.compile(_DATA_URI)
+"""What a page may show: a picture inside of it, never an address."""
+
+Part = Annotated[float, Meta(ge=0, le=1.0001)]
+Place = tuple[Annotated[int, Meta(ge=0)], Part, Part, Part, Part]
+
+
+def checked(value: Any, kind: Any) -> Any:
+    """The value if it is of this kind; None otherwise, since files may come from anywhere."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError, UnicodeEncodeError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedPicture:
+    """A picture that a map is laid over.
+
+    Attributes:
+        image: A data URI, or None.
+        places: For each part the number of its input, then left, top, right and bottom as parts of width and height.
+    """
+
+    image: Annotated[str, Meta(pattern=f"^{_DATA_URI}$")] | None
+    places: tuple[Place, ...]
+
+
+def placed_pictures(value: Any, n_inputs: int) -> tuple[PlacedPicture, ...]:
+    """Pictures from the `meta` of a map; none if anything of them is damaged."""
+    found = checked(value, tuple[PlacedPicture, ...]) or ()
+    return found if all(place[0] < n_inputs for one in found for place in one.places) else ()
+
+
+# Prompt and answer as running text, cut where the inputs and outputs of a map begin and end ---------------------------
+
+Spans = Sequence[tuple[int, int] | None]
+
+_LARGEST = 1e300
+"""No target is larger; a number in a file may be, even larger than a float can be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerText:
+    """What the page of an answer shows as text. Each piece has the number of its input and output, or None.
+
+    Attributes:
+        prompt: Pieces of the prompt: text and input.
+        answer: Pieces of the answer: text, output and input.
+        values: What each output's row explains, or None if rows have no exact sum.
+        bias: The contribution of the biases to each, or None.
+        against: The other answer of a contrast, or None.
+        pictures: Those of the prompt, with the inputs that stand for them.
+    """
+
+    prompt: tuple[tuple[str, int | None], ...]
+    answer: tuple[tuple[str, int | None, int | None], ...]
+    values: tuple[float, ...] | None
+    bias: tuple[float, ...] | None
+    against: str | None
+    pictures: tuple[PlacedPicture, ...] = ()
+
+
+def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.ndarray) -> AnswerText | None:
+    """The text of an answer, from the `meta` of its map; None if the map is not of an answer, or the text is damaged.
+
+    Args:
+        meta: `text` is prompt and answer, `offsets` where each input stands in it, `answer` the answer, `answer_parts`
+            where each output stands in that.
+        n_out: How many outputs.
+        n_in: How many inputs.
+        bias_share: Bias share of each output.
+    """
+    text, answer, against = (meta.get(name) for name in ("text", "answer", "against"))
+    if not isinstance(text, str) or not isinstance(answer, str) or not answer or not text.endswith(answer):
+        return None
+    border = len(text) - len(answer)
+    inputs, outputs = _spans(meta.get("offsets"), n_in, len(text)), _spans(meta.get("answer_parts"), n_out, len(answer))
+    if inputs is None or outputs is None:
+        return None
+    within = [pair if pair is None or pair[1] <= border else None for pair in inputs]
+    own = [(pair[0] - border, pair[1] - border) if pair and pair[0] >= border else None for pair in inputs]
+    values = _numbers(meta.get("logit"), n_out)
+    is_known = values is not None and bool(np.isfinite(bias_share).all())
+    return AnswerText(
+        prompt=tuple((piece, j) for piece, j, _ in _pieces(text[:border], within, ())),
+        answer=tuple((piece, i, j) for piece, i, j in _pieces(answer, outputs, own)),
+        values=values,
+        bias=tuple(float(b * v) for b, v in zip(bias_share, values, strict=True)) if values and is_known else None,
+        against=against if isinstance(against, str) else None,
+        pictures=placed_pictures(meta.get("pictures"), n_in),
+    )
+
+
+def _pieces(text: str, first: Spans, second: Spans) -> list[tuple[str, int | None, int | None]]:
+    """The text cut wherever a span begins or ends, each piece with the span of either kind that it lies in."""
+    bounds = sorted({0, len(text), *(bound for pair in (*first, *second) if pair for bound in pair)})
+    return [(text[a:b], _holder(first, a, b), _holder(second, a, b)) for a, b in pairwise(bounds)]
+
+
+def _holder(spans: Spans, start: int, stop: int) -> int | None:
+    return next((k for k, pair in enumerate(spans) if pair and pair[0] <= start and stop <= pair[1]), None)
+
+
+def _spans(value: Any, n: int, length: int) -> list[tuple[int, int] | None] | None:
+    """Bounds within a text, one pair or None for each; None for anything else, since files may come from anywhere."""
+    spans = checked(value, list[tuple[int, int] | None])
+    is_right = spans is not None and len(spans) == n and all(0 <= a < b <= length for a, b in filter(None, spans))
+    return spans if is_right else None
+
+
+def _numbers(value: Any, n: int) -> tuple[float, ...] | None:
+    numbers = checked(value, tuple[Annotated[float, Meta(gt=-_LARGEST, lt=_LARGEST)], ...])
+    return numbers if numbers is not None and len(numbers) == n else None

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer import Limits
 from tensorlens.files import to_json
 
 COOKIE = "tensorlens_token"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tensorlens.app.explorer.limits import Limits
+from tensorlens.app.explorer import Limits
 from tensorlens.errors import InputError, missing_extra
 from tensorlens.maps.methods import METHODS
 from tensorlens.models.texts import check_unicode

@@ -19,11 +19,11 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tensorlens.__about__ import __version__
+from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.answers import Answers, facts
 from tensorlens.app.explorer.doors import Access, Guard, StrictJson
 from tensorlens.app.explorer.jobs import Busy, Job, Work, Worker
 from tensorlens.app.explorer.library import Library, can_answer, input_kind
-from tensorlens.app.explorer.limits import Limits
 from tensorlens.app.explorer.questions import (
     AblateAsk,
     AnswerAsk,
