@@ -282,7 +282,9 @@ def _add_heading(figure: Figure, view: MapView) -> None:
 
 def _fitting(text: str, size: float, width: float) -> float:
     """The font size, at most `size`, at which a line fits a page of this width."""
-    return max(min(size, size * (width - 2 * _MARGIN) / max(text_width(text, size), 1e-6)), _SMALLEST_LABEL)
+    for _ in range(3):  # letters are set on whole pixels, so half the size is not quite half as wide
+        size *= min(1.0, (width - 2 * _MARGIN) / max(text_width(text, size), 1e-6))
+    return max(size, _SMALLEST_LABEL)
 
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:

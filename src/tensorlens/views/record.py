@@ -117,10 +117,11 @@ class MapView:
 
     @property
     def heading(self) -> str:
-        """Method, model and target in one line, for pictures that travel without their caption."""
+        """Title, model and target in one line, for pictures that travel without their caption."""
         one_row = {name: values[0] for name, values in self.row_caption if len(values) == 1}
         known = dict(self.caption) | one_row
-        return "  ·  ".join([self.title, *(known[name] for name in ("Model", "Target") if name in known)])
+        names = ("Model",) if self.title.startswith("Why ") else ("Model", "Target")  # a question names its target
+        return "  ·  ".join([self.title, *(known[name] for name in names if name in known)])
 
     def position(self, out_token: int) -> int:
         """Where output `out_token` stands in the text."""

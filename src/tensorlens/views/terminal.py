@@ -45,7 +45,7 @@ def show_body(view: MapView, console: Console | None = None) -> None:
 def _body(view: MapView, width: int) -> RenderableType:
     n_out, n_in = view.scores.shape
     if not n_out or not n_in:
-        return Padding(Text("Nothing to show: the map is empty.", style="italic"), (1, 0))
+        return Padding(Text("Nothing to show: the map is empty.", style="italic"), (1, 0), expand=False)
     if n_out == 1:
         return _one_row(view)
     if _LABEL_WIDTH + 4 + n_in * _CELL_WIDTH <= width and n_out <= 2 * _LISTED_INPUTS:
@@ -69,15 +69,15 @@ def _one_row(view: MapView) -> RenderableType:
     row = view.scores[0]
     parts: list[RenderableType] = []
     if view.grid is not None:
-        parts.append(Padding(_patches(row, view.grid, view), (1, 0, 0, 0)))
+        parts.append(Padding(_patches(row, view.grid, view), (1, 0, 0, 0), expand=False))
     n_listed = _LISTED_INPUTS if view.grid is None else _LISTED_INPUTS // 3
     in_colours = [j for j in range(len(row)) if j not in view.aside]
     is_long = len(in_colours) > n_listed
     if is_long:
         in_colours = [j for j in by_strength(row) if j not in view.aside][:n_listed]
-    parts.append(Padding(_bars(view, in_colours), (1, 0)))
+    parts.append(Padding(_bars(view, in_colours), (1, 0), expand=False))
     if is_long:
-        parts.append(Padding(Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), (0, 0, 1, 0)))
+        parts += [Text(f"The {n_listed} strongest of {len(row)} inputs.", style="dim"), Text()]
     return Group(*parts)
 
 
@@ -128,7 +128,7 @@ def _matrix(view: MapView) -> RenderableType:
     if view.aside:
         names = ", ".join(_label(view.in_tokens[j], _LABEL_WIDTH).strip() for j in view.aside)
         note.append(f"\nSet aside, in the sum but not in the colours: {names}.")
-    return Padding(Group(table, Text(), note), (1, 0))
+    return Padding(Group(table, Text(), note), (1, 0), expand=False)
 
 
 def _cell(score: float, view: MapView, is_aside: bool = False) -> Text:
@@ -168,7 +168,7 @@ def _strongest(view: MapView) -> RenderableType:
     for i in shown:
         table.add_row(Text(f"{view.position(i)}  {_label(view.out_tokens[i], _LABEL_WIDTH)}"), _inputs_of(view, i))
     note = f"{len(shown)} of {n_out} outputs. For one of them: .show(out_token=…); for all: .save('map.html')."
-    return Padding(Group(table, Text(), Text(note, style="dim")), (1, 0))
+    return Padding(Group(table, Text(), Text(note, style="dim")), (1, 0), expand=False)
 
 
 def _inputs_of(view: MapView, i: int) -> Text:
