@@ -66,7 +66,7 @@ def events(response: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
-def make_client(shelf: Library | None = None, limits: Limits | None = None, **access: Any) -> TestClient:
+def make_client(shelf: Library | None = None, limits: Limits | None = None, **access: Any) -> Any:
     """The application without a socket."""
     app = create_app(shelf or library(), access=Access(**access), limits=limits)
     return TestClient(app, base_url=HOST, raise_server_exceptions=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,12 +21,13 @@ runner = CliRunner()
 def folder(tmp_path_factory):
     """A tiny model on disk, without a tokenizer."""
     path = tmp_path_factory.mktemp("model")
-    build("bert").float().save_pretrained(path)
+    model: Any = build("bert").float()
+    model.save_pretrained(path)
     return str(path)
 
 
 def test_every_command_has_help_with_an_example():
-    names = [command.name for command in cli.app.registered_commands]
+    names = [str(command.name) for command in cli.app.registered_commands]
     assert {"map", "check", "methods"} <= set(names)
     for name in names:
         found = runner.invoke(cli.app, [name, "--help"])

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> str:
+    lens: Any
     folder, lens = tmp_path_factory.mktemp("decoder"), tiny_lens()
     lens.model.float().save_pretrained(folder)
     lens.processor.save_pretrained(folder)
@@ -154,7 +156,7 @@ def test_every_public_name_is_found_when_it_is_asked_for():
         tl.lenz  # noqa: B018
 
 
-CHOSEN = {"explain": {"rules"}, "size": {"rules"}, "paper": {"rules", "dtype", "attention"}}
+CHOSEN: dict[str | None, set[str]] = {"explain": {"rules"}, "size": {"rules"}, "paper": {"rules", "dtype", "attention"}}
 """Options that a command chooses itself: by the question, by the config alone, by the protocol."""
 
 
@@ -176,9 +178,8 @@ def test_a_model_with_a_head_is_asked_for_its_own_first_choice(decoder):
     best = T.predictions(k=1)[0]
     assert said.startswith(f"The model says “{visible(best.name)}” (")
     assert f"Why “{visible(best.name)}” ({percent(best.probability)}) after “Red and blue”?" in said
-    inputs, bias, logit = map(
-        float, re.search(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\s", said).groups()
-    )
+    (numbers,) = re.findall(r"sum to (\S+); the bias gives (\S+); the logit is (\S+)\s", said)
+    inputs, bias, logit = map(float, numbers)
     assert inputs + bias == pytest.approx(logit, abs=0.02)
     found = strictly(asked("map", decoder, "Red and blue", "--no-certify", "--json"))
     assert found["scores"] == T.map("tensor.in_class", -1).scores.tolist()

@@ -4,6 +4,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -42,7 +43,7 @@ def test_heat_map_colours_end_at_the_same_size_on_both_sides():
 
 def test_heat_map_is_vector_while_it_is_small():
     assert isinstance(figures.heat_map(map_view(np.eye(50))).axes[0].collections[0], QuadMesh)
-    large = figures.heat_map(map_view(np.eye(300))).axes[0]
+    large: Any = figures.heat_map(map_view(np.eye(300))).axes[0]
     assert not large.collections
     assert large.images[0].get_array().shape == (300, 300)
 
@@ -55,7 +56,7 @@ def test_heat_map_names_tokens_while_they_are_readable():
 
 
 def test_infinity_is_the_end_of_the_scale_and_nan_is_missing():
-    cells = figures.heat_map(map_view([[np.inf, np.nan], [-np.inf, 2.0]])).axes[0].collections[0].get_array()
+    cells: Any = figures.heat_map(map_view([[np.inf, np.nan], [-np.inf, 2.0]])).axes[0].collections[0].get_array()
     assert cells[0, 0] == 2.0
     assert cells[1, 0] == -2.0
     assert np.ma.is_masked(cells[0, 1])
@@ -65,7 +66,7 @@ def test_row_over_text_keeps_every_token_inside_the_page():
     words = [f" word{k}" for k in range(80)]
     figure = figures.row_over_text(map_view(np.ones((1, 80)), labels=words))
     width, height = figure.get_size_inches()
-    axes = figure.axes[0]
+    axes: Any = figure.axes[0]
     assert [text.replace("\u00a0", " ") for text in texts(axes)] == words
     for patch in axes.patches:
         box = patch.get_bbox()
@@ -87,6 +88,8 @@ def test_row_over_text_writes_on_dark_colours_in_white():
 
 def test_patch_overlay_shows_the_picture_through_weak_patches():
     view = map_view([[9.0, 0.0, 1.0, 2.0, 4.0]], grid=PatchGrid(rows=2, columns=2, first=1), image=PIXEL)
+    picture: Any
+    patches: Any
     picture, patches = figures.patch_overlay(view).axes[0].images
     assert picture.get_array().shape == (1, 1, 3)
     assert patches.get_array().tolist() == [[0.0, 1.0], [2.0, 4.0]]
@@ -205,8 +208,8 @@ def test_every_figure_says_what_it_is_of(tmp_path, scores, grid):
 
 
 def test_a_long_heading_fits_the_page():
-    figure = figures.heat_map(map_view(np.eye(3), caption=(("Model", "a-very-long-name/" * 4),)))
-    heading = figure.texts[0]
+    figure: Any = figures.heat_map(map_view(np.eye(3), caption=(("Model", "a-very-long-name/" * 4),)))
+    heading: Any = figure.texts[0]
     assert labels.text_width(heading.get_text(), heading.get_fontsize()) <= figure.get_figwidth()
 
 
@@ -219,6 +222,7 @@ def test_a_long_heading_fits_the_page():
 )
 def test_a_long_sum_fits_the_page(said):
     figure = figures.row_over_text(map_view([[1.0, 2.0]], sums=(said,)))
+    line: Any
     (line,) = [text for text in figure.axes[0].texts if text.get_text() == said]
     assert labels.text_width(said, line.get_fontsize()) <= figure.get_figwidth() - 0.05
 
@@ -230,7 +234,9 @@ def test_what_is_set_aside_has_no_colour_and_a_bar_of_its_own():
     assert first == (1.0, 1.0, 1.0, 1.0) and last != first
     assert "set aside: w0 6.1" in figure.texts[-1].get_text()
     assert len(figure.axes) == len(figures.figure_of(map_view([[6.1, 0.1, 2.7]])).axes) + 1
-    cells = figures.heat_map(map_view(np.tril(np.full((3, 3), 2.0)) * [9, 1, 1], set_aside=(0,))).axes[0].collections[0]
+    cells: Any = (
+        figures.heat_map(map_view(np.tril(np.full((3, 3), 2.0)) * [9, 1, 1], set_aside=(0,))).axes[0].collections[0]
+    )
     assert np.ma.getmaskarray(cells.get_array())[:, 0].all() and cells.norm.vmax == 2.0
 
 

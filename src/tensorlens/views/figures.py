@@ -331,7 +331,7 @@ def _thin_frame(axes: Axes) -> None:
 def _muted(picture: np.ndarray) -> np.ndarray:
     """The picture with little colour and contrast, so that what is laid over it can be seen."""
     grey = picture.mean(axis=2, keepdims=True)
-    return (0.25 * picture + 0.75 * (0.7 * grey + 70)).clip(0, 255).astype(np.uint8)
+    return (0.2 * picture + 0.8 * (0.5 * grey + 125)).clip(0, 255).astype(np.uint8)
 
 
 def _picture(image: str) -> np.ndarray:
