@@ -20,8 +20,8 @@ from tensorlens.maps.defaults import has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.bundled import BUNDLED
 from tensorlens.models.forward_signature import forward_parameters
-from tensorlens.models.texts import tokenizer_of
 from tensorlens.models.resolving import check_model_name
+from tensorlens.models.texts import tokenizer_of
 from tensorlens.tensor import AttentionTensor
 
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
