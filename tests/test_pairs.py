@@ -247,6 +247,23 @@ def test_passages_together_are_what_each_is_alone(pooling: Any, query: list[int]
         assert one.in_tokens == alone.in_tokens and one.meta == alone.meta and total(one) == pytest.approx(one.value)
 
 
+@pytest.mark.parametrize("pooling", [None, "mean", "late"])
+def test_only_the_most_similar_passages_are_taken_apart(pooling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lens, taken = tl.Lens(build("bert")), []
+    every = tl.similarities(lens, A, PASSAGES, pooling=pooling)
+    best = sorted(range(len(every)), key=lambda k: every[k].value, reverse=True)
+    products = similarity_code._products
+    monkeypatch.setattr(
+        similarity_code, "_products", lambda a, b, *rest: taken.append(len(b.batch)) or products(a, b, *rest)
+    )
+    found = tl.similarities(lens, A, PASSAGES, pooling=pooling, top=2)
+    assert sum(taken) == 2 and [one.meta["passage"] for one in found] == best[:2]
+    for one, place in zip(found, best, strict=False):
+        assert (one.scores - every[place].scores).abs().max() < 1e-12
+        assert one.value == pytest.approx(every[place].value, abs=1e-12)
+    assert len(tl.similarities(lens, A, PASSAGES, pooling=pooling, top=9)) == len(PASSAGES)
+
+
 def test_passages_that_padding_changes_go_by_length() -> None:
     lens = tl.Lens(build("bert"))
     lens.model.encoder.layer[1].register_forward_hook(lambda _, __, y: 2 * y if y.shape[1] > 8 else None)
@@ -493,6 +510,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         ("must be a lens", lambda: tl.similarity(lens.model, "the cat", "a mat")),
         ("one input on each side", lambda: tl.similarity(lens, "the cat", ["a", "mat"])),
         ("`passages` must be a list", lambda: tl.similarities(lens, "the cat", "a mat")),
+        ("`top` must be", lambda: tl.similarities(lens, "the cat", ["a mat"], top=0)),
         ("does not occur in any of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
         ("has no cosine", lambda: tl.similarity(zero, A, B)),
         ("same width", lambda: tl.similarity(lens, "the cat", A, other=tl.Lens(tower("clip text")), pooling=None)),

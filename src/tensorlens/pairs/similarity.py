@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from tensorlens.batches import Batch, InBatches, Results
-from tensorlens.errors import InputError, check_iterable
+from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import Group, Groups, find_groups
 from tensorlens.models.inputs import ModelInput
@@ -77,8 +79,9 @@ def similarities(
     pooling: str | None = None,
     groups: Groups | None = None,
     measure: Measure = "cosine",
+    top: int | None = None,
 ) -> list[PairMap]:
-    """One pair map per passage, in their order; the query and each passage are recorded once.
+    """One pair map per passage, in their order; the query is recorded once, and passages in batches.
 
     Args:
         lens: A lens on an encoder, or a `SentenceTransformer`.
@@ -88,9 +91,21 @@ def similarities(
         pooling: As for `similarity`.
         groups: As for `similarity`.
         measure: As for `similarity`.
+        top: The maps of only so many passages, those that are most similar, best first; ``meta["passage"]`` is the
+            place of each among `passages`. The others are recorded and not taken apart, which costs most.
     """
     passages = check_iterable(passages, "passages", "texts or other inputs")
-    return _Comparing(lens, other, query, passages, pooling, groups, measure).maps()
+    top = None if top is None else check_whole(top, "top", 1)
+    comparing = _Comparing(lens, other, query, passages, pooling, groups, measure)
+    return comparing.maps() if top is None else comparing.nearest(top)
+
+
+class _Close(msgspec.Struct, frozen=True):
+    """How similar one input is: its vector, and the similarity."""
+
+    scores: Tensor
+    value: float
+    meta: dict[str, Any] = {}
 
 
 class _Comparing(InBatches):
@@ -128,15 +143,25 @@ class _Comparing(InBatches):
         """The pair map with each of the others, in their order."""
         return [found["pairs"] for found in self.window(self.others)]
 
+    def nearest(self, top: int) -> list[PairMap]:
+        """The pair maps with those that are most similar, best first."""
+        self.names = ("value",)
+        values = [found["value"].value for found in self.window(self.others)]
+        best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[:top]
+        self.names = ("pairs",)
+        maps = [found["pairs"] for found in self.window([self.others[k] for k in best])]
+        return [replace(one, meta=one.meta | {"passage": k}) for one, k in zip(maps, best, strict=True)]
+
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
-        """The pair maps of a batch."""
-        found = self.compare(self.first, self._vectors(batch, self.encoders[1]))
-        return {"pairs": lambda: found}
+        """The pair maps of a batch, or how similar each of its inputs is."""
+        b = self._vectors(batch, self.encoders[1])
+        made = self.compare(self.first, b) if self.names == ("pairs",) else self._closeness(self.first, b)
+        return {self.names[0]: lambda: made}
 
     def make_alone(self, prepared: ModelInput) -> Results:
-        """The pair map of one input by a recording of its own."""
-        batch = Batch(self.specimen, [prepared])
-        return {"pairs": self.compare(self.first, self._vectors(batch, self.encoders[1]))[0]}
+        """The same of one input."""
+        begun = self.begin_batch(Batch(self.encoders[1][0].specimen, [prepared]))
+        return {name: made()[0] for name, made in begun.items()}
 
     def _vectors(self, batch: Batch, encoder: Encoder) -> Vectors:
         pooling = find_pooling(self.pooling, encoder[0].model, batch.recording, encoder[1])
@@ -152,8 +177,8 @@ class _Comparing(InBatches):
             chosen = "words"  # regions are those of the other side
         return find_groups("tokens" if chosen is None else chosen, context.tokens, context.meta)
 
-    def compare(self, a: Vectors, b: Vectors) -> list[PairMap]:
-        """The pair maps of one input with each of some others."""
+    def _met(self, a: Vectors, b: Vectors) -> tuple[Tensor, Tensor, list[float]]:
+        """Which place of b each place of a meets (sample, place of a, channel), products of norms, and similarities."""
         if a.whole.shape[-1] != b.whole.shape[-1]:
             raise InputError(
                 f"The two sides must have vectors of the same width; {self.encoders[0][0].name} gives "
@@ -161,12 +186,18 @@ class _Comparing(InBatches):
             )
         by_norm = self.measure == "cosine"
         first, second = a.whole / a.norms(by_norm), b.whole / b.norms(by_norm)
-        # (sample, place of a): which place of b each place of a meets, the one there is or the nearest.
-        met = (first @ second.mT).argmax(-1)
+        met = (first @ second.mT).argmax(-1)  # the place there is, or the nearest
         meeting = met[..., None].expand(*met.shape, second.shape[-1])
         norms = a.norms(by_norm) * b.norms(by_norm).gather(1, met[..., None])
+        return meeting, norms, (first * second.gather(1, meeting)).sum((1, 2)).tolist()
+
+    def _closeness(self, a: Vectors, b: Vectors) -> list[_Close]:
+        return [_Close(vector, value) for vector, value in zip(b.whole, self._met(a, b)[2], strict=True)]
+
+    def compare(self, a: Vectors, b: Vectors) -> list[PairMap]:
+        """The pair maps of one input with each of some others."""
+        meeting, norms, values = self._met(a, b)
         scores = _products(a, b, norms, meeting)
-        values = (first * second.gather(1, meeting)).sum((1, 2)).tolist()
         return [
             PairMap(
                 scores=torch.cat([scores[i, :, : len(groups)], scores[i, :, -1:]], 1),
