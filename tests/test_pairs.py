@@ -93,7 +93,7 @@ def test_twenty_pairs_of_real_encoders(name: str) -> None:
                 assert abs(total(found) - found.value) < 1e-6 * abs(found.value), (first, pooling, groups)
         # In float32 the bias of a map is what is left; here it is measured, by a pass of zeros.
         for text in (first, *passages):
-            taken = compared(lens, text, [], "mean").first
+            taken = compared(lens, text, "mean").first
             at_zero = taken._pooled(taken.program.run(*taken.program.zeros())[0])
             assert (taken.parts[:-1].sum(0) + at_zero - taken.whole).norm() < 3e-5 * taken.whole.norm()
             plain = lens.model(**lens.processor(text, return_tensors="pt")).last_hidden_state[0].double().mean(0)
@@ -148,19 +148,19 @@ def test_late_interaction_by_hand() -> None:
     assert total(found) == pytest.approx(float(best.values.sum()), abs=1e-12)
 
 
-def compared(lens: tl.Lens, first: Any, others: list[Any], pooling: str | None = None, groups: Any = None) -> Any:
-    return similarity_code._Comparing(lens, None, first, others, pooling, groups, "cosine")
+def compared(lens: tl.Lens, first: Any, pooling: str | None = None, groups: Any = None) -> Any:
+    return similarity_code._Comparing(lens, None, first, {}, pooling, groups, "cosine")
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_pulls_give_what_pushes_give(name: str) -> None:
     lens = tl.Lens(build(name))
     long = [3 + k % 50 for k in range(30)]  # more tokens than channels
-    taken = compared(lens, long, [], "max").first
+    taken = compared(lens, long, "max").first
     pushed, pulled = taken._pushed(), taken._pulled()
     assert (pushed - pulled).abs().max() < 1e-12 and pushed.abs().max() > 0.01
     assert torch.equal(taken.parts[:-1], pulled)
-    two = compared(lens, long, [], "max", [("first", 0, 9), ("second", 9, 30)]).first
+    two = compared(lens, long, "max", [("first", 0, 9), ("second", 9, 30)]).first
     assert (two.parts[:-1] - torch.stack([pushed[:9].sum(0), pushed[9:].sum(0)])).abs().max() < 1e-12
 
 
@@ -171,8 +171,8 @@ def test_a_short_text_is_pulled_through_a_long_one(pooling: Any, is_short_first:
     lens = encoder_folder(tmp_path, dense) if pooling == "dense" else tl.Lens(build("bert"))
     texts = [[3, 9], [3 + k % 50 for k in range(30)]]
     first, second = texts if is_short_first else texts[::-1]
-    work = compared(lens, first, [], None if pooling == "dense" else pooling)
-    a, b = work.first, compared(lens, second, [], work.pooling).first
+    work = compared(lens, first, None if pooling == "dense" else pooling)
+    a, b = work.first, compared(lens, second, work.pooling).first
     (found,) = work.compare(a, b)
     assert ("parts" in vars(a), "parts" in vars(b)) == (is_short_first, not is_short_first)
     assert b.parts is not None and a.parts is not None  # with both known, nothing is pulled
@@ -277,7 +277,7 @@ def test_a_long_input_is_taken_block_by_block(query: list[int], monkeypatch: pyt
     lens = tl.Lens(build("bert"))
     kept = tl.similarity(lens, query, query)
     monkeypatch.setattr("tensorlens.recording.block_calls.SHARE_OF_RECORDING", 0.0)
-    assert compared(lens, query, []).first.recording.is_streamed
+    assert compared(lens, query).first.recording.is_streamed
     assert (tl.similarity(lens, query, query).scores - kept.scores).abs().max() < 1e-12
 
 
@@ -510,6 +510,9 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         ("must be a lens", lambda: tl.similarity(lens.model, "the cat", "a mat")),
         ("one input on each side", lambda: tl.similarity(lens, "the cat", ["a", "mat"])),
         ("`passages` must be a list", lambda: tl.similarities(lens, "the cat", "a mat")),
+        ("`passages\\[1\\]`: Expected some text", lambda: tl.similarities(lens, "the cat", ["a mat", ""])),
+        ("none of the inputs is one", lambda: tl.similarity(lens, "the cat", "a mat", groups={"regions": (2, 2)})),
+        ("late\\.$", lambda: tl.similarity(zero, A, B, pooling="attention")),
         ("`top` must be", lambda: tl.similarities(lens, "the cat", ["a mat"], top=0)),
         ("does not occur in any of the texts", lambda: tl.similarity(lens, "the cat", "a mat", groups=["dog"])),
         ("has no cosine", lambda: tl.similarity(zero, A, B)),

@@ -156,7 +156,7 @@ def _attention_pooling(model: nn.Module, recording: Recording) -> Pooling:
     if found is None or not mixes:
         raise InputError(
             f"`{type(model).__name__}` has no attention pooling after its blocks. Name another `pooling`: "
-            f"{', '.join(POOLINGS)}."
+            f"{', '.join(one for one in POOLINGS if one != 'attention')}."
         )
     return found
 

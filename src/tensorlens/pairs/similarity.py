@@ -64,7 +64,7 @@ def similarity(
     Raises:
         InputError: A pooling that is not known, vectors of different widths, or a vector of norm zero.
     """
-    others = [b] if against is None else [b, against]
+    others = {"b": b} if against is None else {"b": b, "against": against}
     found = _Comparing(lens, other, a, others, pooling, groups, measure).maps()
     return found[0] if against is None else _difference(*found)
 
@@ -96,7 +96,8 @@ def similarities(
     """
     passages = check_iterable(passages, "passages", "texts or other inputs")
     top = None if top is None else check_whole(top, "top", 1)
-    comparing = _Comparing(lens, other, query, passages, pooling, groups, measure)
+    named = {f"passages[{k}]": one for k, one in enumerate(passages)}
+    comparing = _Comparing(lens, other, query, named, pooling, groups, measure)
     return comparing.maps() if top is None else comparing.nearest(top)
 
 
@@ -109,21 +110,21 @@ class _Close(msgspec.Struct, frozen=True):
 
 
 class _Comparing(InBatches):
-    """Compares one input with others, which share recordings; the options are those of `similarity`."""
+    """Compares one input with others, by name, which share recordings; the options are those of `similarity`."""
 
     def __init__(
         self,
         lens: Any,
         other: Any,
         value: Any,
-        others: Sequence[Any],
+        others: Mapping[str, Any],
         pooling: str | None,
         groups: Groups | None,
         measure: Any,
     ) -> None:
         if measure not in ("cosine", "dot"):
             raise InputError(f"`measure` must be cosine or dot; got {measure!r:.60}.")
-        for one in (value, *others):
+        for one in (value, *others.values()):
             if isinstance(one, (list, tuple)) and one and not isinstance(one[0], int):
                 raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")
         first = _encoder(lens, "lens")
@@ -132,11 +133,14 @@ class _Comparing(InBatches):
         super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 3 else None)
         self.pooling, self.groups = pooling, groups
         self.measure: Measure = measure
-        query, self.others = first[0].prepare(value), [encoders[1][0].prepare(one) for one in others]
+        (query,), self.others = _prepared(first[0], {"a": value}), _prepared(encoders[1][0], others)
         texts = [one.text for one in (query, *self.others) if one.text is not None]
         for passage in groups if texts and isinstance(groups, (list, tuple)) else ():
             if isinstance(passage, str) and not any(passage in text for text in texts):
                 raise InputError(f"The passage {passage!r:.60} does not occur in any of the texts.")
+        seen = [query.grid(first[0].model), *(one.grid(encoders[1][0].model) for one in self.others)]
+        if _are_regions(groups) and not any(seen):
+            raise InputError("Regions need a picture, and none of the inputs is one. Pass different groups.")
         self.first = self._vectors(Batch(first[0].specimen, [query]), first)
 
     def maps(self) -> list[PairMap]:
@@ -173,7 +177,7 @@ class _Comparing(InBatches):
         text = context.meta.get("text")
         if isinstance(chosen, (list, tuple)) and isinstance(text, str):  # a passage stands in one of the texts
             chosen = [one for one in chosen if not isinstance(one, str) or one in text] or "tokens"
-        if isinstance(chosen, Mapping) and "regions" in chosen and "grid" not in context.meta:
+        if _are_regions(chosen) and "grid" not in context.meta:
             chosen = "words"  # regions are those of the other side
         return find_groups("tokens" if chosen is None else chosen, context.tokens, context.meta)
 
@@ -260,6 +264,20 @@ def _difference(closer: PairMap, third: PairMap) -> PairMap:
         n_against=len(third.in_tokens) - 1,
         meta=closer.meta | {"against": third.meta["b"]} | ({"against_pictures": shifted} if shifted else {}),
     )
+
+
+def _are_regions(groups: Groups | None) -> bool:
+    return isinstance(groups, Mapping) and "regions" in groups
+
+
+def _prepared(lens: Lens, inputs: Mapping[str, Any]) -> list[ModelInput]:
+    """What the model takes of some inputs; an error says which it is about."""
+    found = list[ModelInput]()
+    for name, one in zip(inputs, lens.specimen.prepare_all([*inputs.values()]), strict=True):
+        if not isinstance(one, ModelInput):
+            raise InputError(f"`{name}`: {one}") from one
+        found.append(one)
+    return found
 
 
 def _encoder(model: Any, name: str) -> Encoder:
