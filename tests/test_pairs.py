@@ -265,8 +265,9 @@ def test_only_the_most_similar_passages_are_taken_apart(pooling: Any, monkeypatc
 
 
 def test_passages_that_padding_changes_go_by_length() -> None:
-    lens = tl.Lens(build("bert"))
-    lens.model.encoder.layer[1].register_forward_hook(lambda _, __, y: 2 * y if y.shape[1] > 8 else None)
+    model: Any = build("bert")
+    lens = tl.Lens(model)
+    model.encoder.layer[1].register_forward_hook(lambda _, __, y: 2 * y if y.shape[1] > 8 else None)
     for one, other in zip(tl.similarities(lens, A, PASSAGES), PASSAGES, strict=True):
         assert (one.scores - tl.similarity(lens, A, other).scores).abs().max() < 1e-12
         assert "by length" in one.meta["batches"]
@@ -294,8 +295,8 @@ def test_a_recording_that_was_stopped_leaves_nothing_behind(monkeypatch: pytest.
 
 
 def tower(kind: str) -> Any:
-    text = {**TEXT, "num_hidden_layers": 2}
-    vision = {**VISION, "num_hidden_layers": 2}
+    text: dict[str, Any] = {**TEXT, "num_hidden_layers": 2}
+    vision: dict[str, Any] = {**VISION, "num_hidden_layers": 2}
     made = {
         "clip text": lambda: hf.CLIPTextModelWithProjection(hf.CLIPTextConfig(**text, projection_dim=12)),
         "clip image": lambda: hf.CLIPVisionModelWithProjection(hf.CLIPVisionConfig(**vision, projection_dim=12)),
@@ -400,7 +401,8 @@ def test_one_push_per_token_through_the_models_own_end(kind: str) -> None:
 
 
 def encoder_folder(folder: Path, pooling: dict[str, Any], *, dense: bool = True) -> tl.Lens:
-    build("bert").save_pretrained(folder)
+    model: Any = build("bert")
+    model.save_pretrained(folder)
     rows = [
         ("", "Transformer"),
         ("1_Pooling", "Pooling"),
@@ -476,7 +478,7 @@ def test_a_sentence_transformer_is_taken_as_it_is() -> None:
 
 
 def test_the_vector_of_a_classifier_is_not_its_logits() -> None:
-    model = build("bert-classifier")
+    model: Any = build("bert-classifier")
     vectors = [model.bert(torch.tensor([ids])).pooler_output[0].detach() for ids in (A, B)]
     found = tl.similarity(tl.Lens(model), A, B)
     assert found.value == pytest.approx(float(torch.cosine_similarity(*vectors, dim=0)), abs=1e-9)
@@ -495,13 +497,26 @@ def test_a_causal_model_pools_at_its_last_token() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
-    lens, zero = lens_on(), tl.Lens(build("bert"))
-    sizes = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    lens = lens_on()
+    model: Any = build("bert")
+    zero = tl.Lens(model)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "max_position_embeddings": 64,
+    }
+    heads: dict[str, Any] = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 8,
+        "decoder_ffn_dim": 8,
+    }
     bart = hf.BartModel(hf.BartConfig(**sizes, **heads)).eval()
     with torch.no_grad():
-        zero.model.pooler.dense.weight.zero_()
-        zero.model.pooler.dense.bias.zero_()
+        model.pooler.dense.weight.zero_()
+        model.pooler.dense.bias.zero_()
     cases: list[tuple[str, Any]] = [
         ("holds no words", lambda: tl.similarity(lens, "the cat", "  ")),
         ("image", lambda: tl.similarity(lens, "the cat", Image.new("RGB", (8, 8)))),

@@ -15,7 +15,7 @@ import torch
 
 from bench.speed import parts
 from bench.speed.circuits import circuit_rows
-from bench.speed.pairs import pair_rows
+from bench.speed.pairs import pair_rows, search_rows
 from bench.speed.sizes import size_rows
 from bench.speed.walks import walks
 from bench.tables import markdown
@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     "perturbation": (lambda: parts.perturbed("SmolLM2", 96, 128), lambda: parts.perturbed("tiny", 2, 8)),
     "inside": (lambda: parts.inside("SmolLM2", 128), lambda: parts.inside("tiny", 8)),
     "pairs": (pair_rows, lambda: pair_rows(tiny=True)),
+    "search": (search_rows, lambda: search_rows(4, 2)),
     "circuits": (circuit_rows, circuit_rows),
     "sizes": (size_rows, size_rows),
 }

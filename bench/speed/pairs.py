@@ -1,13 +1,17 @@
 """What pair maps and answers to pictures cost, in forward-and-backward passes of the model itself.
 
 Random weights of real shapes: an MPNet of base size (two texts of 128 tokens; one query against 100 passages), and
-Qwen2.5-VL-7B with one picture of 1,036 pixels.
+Qwen2.5-VL-7B with one picture of 1,036 pixels. A search has MiniLM's weights, and seconds of this process on one thread
+of a CPU.
 """
 
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from inspect import signature
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,6 +35,36 @@ def row(what: str, taken: Any, unit: float | None = None) -> dict[str, str]:
     """One line of the table: a time, in units of another, and memory."""
     share = "" if unit is None else f"{taken.seconds / unit:.2f}"
     return {"what": what, "time": str(taken), "in units": share, "GiB": taken.gib}
+
+
+def search_rows(n: int = 100, n_whole: int = 32) -> list[dict[str, str]]:
+    """A query of 14 tokens against passages of 128, in units of recording them; in turns, so that load is shared."""
+    torch.set_num_threads(1)
+    lens, draw = tl.load("minilm", device="cpu"), torch.Generator().manual_seed(0)
+    texts = [[101, *torch.randint(2000, 28000, (126,), generator=draw).tolist(), 102] for _ in range(n)]
+    query, most = [*texts[0][:13], 102], MOST_SAMPLES["cpu"]
+    works: dict[str, Callable[[], Any]] = {
+        f"{n} passages recorded one by one": lambda: [lens(text) for text in texts] and None,
+        f"{n} passages recorded in batches": lambda: [lens.batch(texts[k : k + most]) for k in range(0, n, most)],
+        **{f"the query, `top={k}`": lambda k=k: tl.similarities(lens, query, texts, top=k) for k in (1, 3)},
+        f"the query, a map of each (from {n_whole})": lambda: tl.similarities(lens, query, texts[:n_whole]),
+    }
+    seconds: dict[str, list[float]] = {what: [] for what in works}
+    for turn in range(6):  # the first warms up
+        for what, work in works.items():
+            start = time.process_time()
+            work()
+            scale = n / n_whole if "from" in what else 1.0
+            seconds[what] += [scale * (time.process_time() - start)] if turn else []
+    unit = median(next(iter(seconds.values())))
+    return [
+        {
+            "what": what,
+            "time": f"{median(s):.2f} s ({min(s):.2f} to {max(s):.2f})",
+            "in units": f"{median(s) / unit:.2f}",
+        }
+        for what, s in seconds.items()
+    ]
 
 
 def encoder_rows(device: str, tiny: bool) -> list[dict[str, str]]:
