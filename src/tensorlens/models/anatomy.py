@@ -8,11 +8,11 @@ The search, step by step:
    those of transformers do): its encoder and decoder, its embeddings.
 3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
 4. *Choose*, `_choose`: the tree's list where the user or the model itself named it and it ran, else the chain, else the
-   tree's list if it ran. A chain with two states is refused (`around`).
-5. *The ending*, `endings.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
+   tree's list if it ran. A chain with two states is refused.
+5. *The ending*, `around.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
 6. *The head*, `_head`: the unembedding, and where the logits are if a softmax follows.
 7. *The beginning*, `around.start_before`: where X⁰ is what an embedding gives, since the first block takes only a part.
-8. *The axes*, `endings.channel_axes`: which axis of each state holds channels, by the weights that read it.
+8. *The axes*, `around.channel_axes`: which axis of each state holds channels, by the weights that read it.
 9. *What goes beside*, `around`: other ways from the input to the output, which certificates must mention.
 
 Steps 5 to 9 are put together in `_with_ends`. `Anatomies` remembers what was found, by kind of input.
@@ -31,9 +31,13 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from tensorlens.errors import AnatomyError
 from tensorlens.models.around import (
+    Ending,
+    channel_axes,
+    find_ending,
+    find_readout,
     held_sources,
+    is_all_of_head,
     refuse_second_state,
-    refuse_several_states,
     stacks_beside,
     start_before,
 )
@@ -43,7 +47,6 @@ from tensorlens.models.chains import (
     find_encoder,
     leaving,
 )
-from tensorlens.models.endings import Ending, channel_axes, find_ending, find_readout, is_all_of_head
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED, ask
 from tensorlens.models.module_calls import module_tree, own_methods
@@ -242,7 +245,6 @@ def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
 
 
 def _by_chain(model: nn.Module, chain: Chain, evidence: Evidence) -> Anatomy:
-    refuse_several_states(chain, evidence)
     refuse_second_state(chain, evidence)
     found = find_encoder(chain, evidence)
     encoder, of_encoder = (None, []) if found is None else found
@@ -316,7 +318,7 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         body_end=ending.body_end,
         has_head=ending.has_head or head is not None,
         gives_raw_logits=_gives_raw_logits(head, evidence),
-        readout=find_readout(evidence, ending.head_linear),
+        readout=find_readout(evidence),
         channels=channel_axes((*encoder, *chain), ending, evidence),
         around=held_sources(chain, encoder, ends, evidence),
         beside=stacks_beside(chain, encoder, evidence),

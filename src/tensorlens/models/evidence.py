@@ -58,7 +58,6 @@ class ModuleCall:
         taken: The floating-point tensors of two axes or more among its arguments, in order.
         given: The same for what it returned.
         children: The calls that were part of it.
-        several_states: Whether the first thing it takes is a list of states, and not one.
         place: Which of the tensors that it took is first in `taken`: its state, behind what others take too.
         sizes: The norms of those that it took.
     """
@@ -72,7 +71,6 @@ class ModuleCall:
     taken: tuple[Seen, ...] = ()
     given: tuple[Seen, ...] = ()
     children: list[ModuleCall] = field(default_factory=list)
-    several_states: bool = False
     place: int = 0
     sizes: tuple[Tensor, ...] = ()
 
@@ -285,7 +283,6 @@ class _Calls:
         made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))
         made.taken = self._taken(args, kwargs)
         made.sizes = tuple(map(_size, filter(is_state, tensors_in((args, kwargs)))))
-        made.several_states = bool(args) and _holds_several(args[0])
         self.made.append(made)
         if parent is not None:
             parent.children.append(made)
@@ -308,7 +305,3 @@ class _Calls:
 
     def _seen(self, values: Any) -> tuple[Seen, ...]:
         return tuple(self._flow.see(tensor) for tensor in tensors_in(values) if is_state(tensor))
-
-
-def _holds_several(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and sum(isinstance(v, Tensor) and is_state(v) for v in value) > 1
