@@ -6,11 +6,13 @@ Written against the public contract alone, so that they hold for any operator th
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.program.nodes import Constants
 
 TOLERANCE = 1e-10
 TOLERANCE_FLOAT32_INSIDE = 1e-6
@@ -70,14 +72,17 @@ def homogeneity(T: tl.AttentionTensor) -> float:
 def gradients(T: tl.AttentionTensor, probe: Tensor) -> tuple[Tensor, Tensor]:
     """∂⟨probe, F̃⟩/∂X and Σ_b ∂⟨probe, F̃⟩/∂b·b by autograd through the program, nothing transposed by hand."""
     program = T.program
-    names, constants = program.constants.names, list(program.constants.values)
+    names = program.constants.names
+    constants: list[Any] = list(program.constants.values)
     leaves = {n: constants[n].clone() for n in program.used if is_bias(names.get(n, ""), constants[n])}
     for n, bias in leaves.items():
         constants[n] = bias.requires_grad_()
     x = T.input[None].requires_grad_()
     held = {program.inputs[0]: x}
     with torch.enable_grad():
-        replace(program, constants=constants)._forwards(held, range(len(program.steps)), set(program.outputs))
+        replace(program, constants=Constants(constants))._forwards(
+            held, range(len(program.steps)), set(program.outputs)
+        )
         (y,) = (held[slot] for slot in program.outputs)
         found = torch.autograd.grad(y, [x, *leaves.values()], probe[None].to(y))
     pairs = zip(found[1:], leaves.values(), strict=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.families.tiny_models import TASKS, TinyModel, build, model_types
 from tensorlens.errors import LoadError, TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.program.constants import Constants
+from tensorlens.program.nodes import Constants
 from tensorlens.tensor import AttentionTensor
 
 ATTENTIONS = ("eager", "sdpa")
@@ -171,14 +171,14 @@ def unexplained_bias(tensor: AttentionTensor) -> float:
     constant in the model's code, or something held that should have been carried.
     """
     program = tensor.program
-    names = program.constants.names if isinstance(program.constants, Constants) else {}
-    constants: list[Any] = [
+    names = program.constants.names
+    constants = [
         torch.zeros_like(value) if value is not None and _is_additive(names.get(n, "")) else value
         for n, value in (
             (n, program.constants[n] if n in program.used else None) for n in range(len(program.constants))
         )
     ]
-    left = replace(program, constants=constants).run(*program.zeros())  # type: ignore[arg-type]
+    left = replace(program, constants=Constants(constants)).run(*program.zeros())
     return float(torch.cat(left, 1).norm() / tensor.output.norm())
 
 

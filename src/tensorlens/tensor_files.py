@@ -25,9 +25,8 @@ from tensorlens.errors import InputError, TensorLensError
 from tensorlens.files import write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.constants import Constants
 from tensorlens.program.marks import Choice, Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, words
+from tensorlens.program.nodes import Constants, Held, Slot, Spec, Step, words
 from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
@@ -201,7 +200,6 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
         raise InputError(f"`weights` must be 'inside' or 'reference'; got {weights!r:.60}.")
     recording, classes = operator.recording, context.classes
     program, constants = recording.program, recording.program.constants
-    assert isinstance(constants, Constants), "a recording's own program"
     constants.check()
     constants.check_storable()
     of_model = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Held, Slot, Spec, Step, mapped
+from tensorlens.program.nodes import Constants, Held, Slot, Spec, Step, mapped
 from tensorlens.program.operations import OPERATIONS, fit
 from tensorlens.program.program import Program
 from tensorlens.program.verify import verify
@@ -251,7 +251,7 @@ def _program(name: str, n: int) -> Program:
     specs = {k: Spec(tuple(v.shape), v.dtype, v.device) for k, v in enumerate(values)}
     out = len(slots)
     steps = (Step(out, name, args),)
-    return Program(steps=steps, constants=constants, specs=specs, inputs=tuple(slots), outputs=(out,))
+    return Program(steps=steps, constants=Constants(constants), specs=specs, inputs=tuple(slots), outputs=(out,))
 
 
 def test_grouped_products() -> None:
@@ -284,6 +284,6 @@ def test_grouped_products() -> None:
 )
 def test_what_is_not_linear_is_refused_by_structure(step: Step, fault: str) -> None:
     spec = Spec((3,), torch.float64, torch.device("cpu"))
-    program = Program(steps=(step,), constants=[r(3)], specs={0: spec, 1: spec}, inputs=(0,), outputs=(1,))
+    program = Program(steps=(step,), constants=Constants([r(3)]), specs={0: spec, 1: spec}, inputs=(0,), outputs=(1,))
     with pytest.raises(NotLinearError, match=fault):
         verify(program)

@@ -129,7 +129,7 @@ class Stream:
     def __init__(self, program: Program, entry: int, mixtures: Sequence[Mixture], rules: Rules) -> None:
         self.program, self.entry, self.mixtures = program, entry, mixtures
         self._splits_products = rules.name != "paper"
-        self._weights = getattr(program.constants, "names", {})
+        self._weights = program.constants.names
         self._order = {slot: -2 for slot in program.inputs} | {entry: -1}
         self._parents: dict[int, list[int]] = {slot: [] for slot in self._order}
         self._sums: dict[int, tuple[int, int]] = {}

@@ -314,7 +314,7 @@ class _Judged:
 
 def _is_straight(block: Block, start: int, end: int) -> bool:
     """Whether the model itself is linear from one slot to another: no norm, nothing that was held."""
-    weights = getattr(block.program.constants, "names", {})
+    weights = block.program.constants.names
     for step in block.program.part((start,), (end,)).steps:
         held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
         if step.operation not in STRAIGHT and not (step.operation == "mul" and all(n in weights for n in held)):

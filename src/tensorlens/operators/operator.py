@@ -326,28 +326,22 @@ class FrozenOperator(TensorOperator):
         most = MOST_STATES.get(self.device.type, 32)
         if len(x) > 1:
             most = fitting(4 * self.bytes_per_cotangent, most, self.device)
-        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
-        one, each = partial(self.recording.push, **given), partial(self.recording.push_each, **given)
-        return torch.cat(in_parts(x, most, partial(self._several, one, each)))
+        each = partial(self.recording.push_each, span=span, heads=self.heads, **options)
+        return torch.cat(in_parts(x, most, partial(self._several, each)))
 
-    def _several(
-        self, one: Callable[[Tensor], Tensor], each: Callable[[list[Tensor]], list[Tensor]], items: Tensor
-    ) -> Tensor:
-        """Several states or cotangents through the program, together where torch can.
+    def _several(self, each: Callable[[list[Tensor]], list[Tensor]], items: Tensor) -> Tensor:
+        """Several states or cotangents through the program, together where torch can; one block after the other if not.
 
         Args:
-            one: Takes one of them.
-            each: Takes a list of them, block by block, for a long input.
+            each: Takes a list of them.
             items: All of them.
         """
         n_samples, sample = self.recording.n_samples, self.sample
         if n_samples > 1:
-            return torch.cat([one(beside_zeros(item, sample, n_samples))[sample, None] for item in items])
-        if len(items) == 1:
-            return one(items)
-        if self.recording.is_streamed:
+            return torch.cat([each([beside_zeros(item, sample, n_samples)])[0][sample, None] for item in items])
+        if len(items) == 1 or self.recording.is_streamed:
             return torch.cat(each([item[None] for item in items]))
-        return of_each(lambda item: one(item[None])[0], items)
+        return of_each(lambda item: each([item[None]])[0][0], items)
 
     # Backwards --------------------------------------------------------------------------------------------------------
 
@@ -365,9 +359,8 @@ class FrozenOperator(TensorOperator):
         return self._backwards(u, self._to_end, to_logits=True)
 
     def _backwards(self, u: Tensor, span: Span, **options: bool) -> Tensor:
-        given: dict[str, Any] = {"span": span, "heads": self.heads, **options}
-        one, each = partial(self.recording.pull, **given), partial(self.recording.pull_each, **given)
-        return torch.cat(in_parts(u, CHUNK, partial(self._several, one, each)))
+        each = partial(self.recording.pull_each, span=span, heads=self.heads, **options)
+        return torch.cat(in_parts(u, CHUNK, partial(self._several, each)))
 
     # Several samples --------------------------------------------------------------------------------------------------
 

@@ -158,21 +158,13 @@ def _iterate(
 # The largest alone ----------------------------------------------------------------------------------------------------
 
 
-def largest_singular_values(
-    matrices: Float[Tensor, "batch rows columns"], *, tolerance: float = MATRIX_NORM, most: int = 200
-) -> Float[Tensor, " batch"]:
-    """The largest singular value of each matrix, by subspace iteration on a few vectors.
-
-    Args:
-        matrices: The matrices.
-        tolerance: Relative change at which to stop.
-        most: Maximum number of iterations.
-    """
+def largest_singular_values(matrices: Float[Tensor, "batch rows columns"]) -> Float[Tensor, " batch"]:
+    """The largest singular value of each matrix, by subspace iteration on a few vectors."""
     matrices = at_least_float32(matrices)
     if min(matrices.shape[1:]) <= 4 * EXTRA:
         return torch.linalg.svdvals(matrices)[:, 0]
     start = _random(matrices.shape[2], EXTRA, 0).to(matrices)
-    values, *_ = _iterate(lambda x: matrices @ x, lambda u: matrices.mT @ u, start, 1, tolerance, most)
+    values, *_ = _iterate(lambda x: matrices @ x, lambda u: matrices.mT @ u, start, 1, MATRIX_NORM, 200)
     return values[:, 0]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor
+
+from tensorlens.errors import InputError
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
@@ -45,7 +47,8 @@ class Step:
     Attributes:
         out: The slot it fills.
         operation: A name in `OPERATIONS`.
-        args: `Slot`s, `Held` constants and plain values, nested in tuples and lists.
+        args: `Slot`s, `Held` constants and plain values, nested in tuples and lists; in a program that was rewritten
+            also tensors.
         options: Plain values by name.
         module: Path of the module that ran.
         block: The block it belongs to, or None outside of blocks.
@@ -68,6 +71,107 @@ class Step:
         found = leaves(self.args)
         self.slots = [leaf.index for leaf in found if type(leaf) is Slot]
         self.held = [leaf.index for leaf in found if type(leaf) is Held]
+
+
+# Constants ------------------------------------------------------------------------------------------------------------
+
+Remake = Callable[[int], Mapping[int, Tensor]]
+"""Recomputes the constants of a block, by their places."""
+
+
+class Constants(Sequence[Tensor]):
+    """Held tensors by their places.
+
+    Weights are there by reference. The other constants of a block may not fit in the memory of a device. They are then
+    dropped, and `remake` recomputes them whenever a step of that block reads one. One such block is kept at a time.
+
+    Args:
+        values: The tensors.
+        names: Which of them are weights of the model, and what these are called.
+    """
+
+    def __init__(self, values: Iterable[Tensor | None], names: Mapping[int, str] | None = None) -> None:
+        self.values = list(values)
+        self.names = dict(names or {})
+        self._versions = [
+            None if value is None or type(value) is not Tensor or value.is_inference() else value._version
+            for value in self.values
+        ]
+        self._block_of: dict[int, int] = {}
+        self._remake: Remake | None = None
+        self._fetched: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, n: Any) -> Any:
+        value = self.values[n]
+        if value is None:
+            self._fetch(self._block_of[n])
+            value = self.values[n]
+        return value
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no constants were dropped."""
+        return not self._block_of
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The same for callers that read many: a list, if no constants were dropped."""
+        return self.values if self.is_complete else self  # type: ignore[return-value]
+
+    def let_go(self, places: Mapping[int, Iterable[int]], remake: Remake) -> None:
+        """Drop the constants of some blocks, given by block."""
+        self._remake = remake
+        for block, some in places.items():
+            for n in some:
+                self._block_of[n] = block
+                self.values[n] = None
+
+    def _fetch(self, block: int) -> None:
+        assert self._remake is not None, "only what can be made again is let go"
+        for n, of in self._block_of.items():
+            if of == self._fetched:
+                self.values[n] = None
+        self._fetched = block
+        for n, value in self._remake(block).items():
+            self.values[n] = value
+            self._versions[n] = None if value.is_inference() else value._version
+
+    def check(self, places: Iterable[int] | None = None) -> None:
+        """Raise if a weight was written to since it was bound: T describes the model as it was.
+
+        Args:
+            places: Those that matter; all if None.
+        """
+        for n in range(len(self.values)) if places is None else places:
+            value, version = self.values[n], self._versions[n]
+            if value is not None and version is not None and value._version != version:
+                name = self.names.get(n)
+                raise InputError(
+                    f"{f'`{name}`' if name else 'A tensor of the model'} was modified after this input was "
+                    f"recorded, and this tensor describes the model as it was. Ask the lens for the input again."
+                )
+
+    def check_storable(self) -> None:
+        """Raise if some were dropped: recomputing them needs the model."""
+        if not self.is_complete:
+            raise InputError(
+                "This input is too long for its operator to be stored: the values in its blocks are recorded again "
+                "when they are needed. Save its maps instead, or use a shorter input."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The tensors and names, for `pickle`."""
+        self.check_storable()
+        return {"values": [None if v is None else v.detach() for v in self.values], "names": self.names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["values"], state["names"])
+
+
+# Nested arguments -----------------------------------------------------------------------------------------------------
 
 
 def leaves(value: Any) -> list[Any]:

@@ -30,10 +30,7 @@ def printed(program: Program) -> str:
     Live values are x0, x1, …, each with its shape; weights have their names, within a block those inside it; other
     constants are shown by their shapes in angle brackets. Where no weight says it, the module stands at the end.
     """
-    names, shapes = (
-        getattr(program.constants, "names", {}),
-        {slot: _shape(spec.shape) for slot, spec in program.specs.items()},
-    )
+    names, shapes = program.constants.names, {slot: _shape(spec.shape) for slot, spec in program.specs.items()}
     made = [*program.inputs, *(step.out for step in program.steps)]
     widths = max(len(str(slot)) for slot in made) + 1, max(len(shapes[slot]) for slot in made)
     ends = f"{len(program.steps)} steps from {_list(program.inputs)} to {_list(program.outputs)}"
@@ -64,7 +61,9 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, w
                 return f".{weights[-1].rpartition('.')[2]}"
             return _within(weights[-1], prefix)
         if type(value) is Held:
-            return f"⟨{_shape(program.constants[value.index].shape)}⟩"
+            value = program.constants[value.index]
+        if isinstance(value, torch.Tensor):
+            return f"⟨{_shape(value.shape)}⟩"
         if isinstance(value, (tuple, list)):
             left, right = "()" if isinstance(value, tuple) else "[]"
             return left + ", ".join(shown(one) for one in value) + right

@@ -25,8 +25,7 @@ from torch.utils._pytree import tree_map
 import tensorlens.program.composite  # noqa: F401  (registers its operations)
 from tensorlens.errors import AnatomyError
 from tensorlens.memory import is_out_of_memory
-from tensorlens.program.constants import Constants
-from tensorlens.program.nodes import NOT_PLAIN, Held, Slot, Spec, Step, leaves, mapped
+from tensorlens.program.nodes import NOT_PLAIN, Constants, Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.program.operations import OPERATIONS, fit
 from tensorlens.program.printed import printed
 
@@ -70,7 +69,7 @@ class Program:
     """
 
     steps: tuple[Step, ...]
-    constants: Sequence[Tensor] = field(repr=False)
+    constants: Constants = field(repr=False)
     specs: Mapping[int, Spec] = field(repr=False)
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -114,33 +113,29 @@ class Program:
 
     def scaled(self, factors: Mapping[int, Tensor]) -> Program:
         """The same program with the values of some slots multiplied by constants, wherever they are read."""
-        steps, constants, specs = list[Step](), _Growing(self.constants), dict(self.specs)
+        steps, specs = list[Step](), dict(self.specs)
         for step in self.steps:
             if step.out not in factors:
                 steps.append(step)
                 continue
             before = max(specs) + 1
             specs[before] = specs[step.out]
-            args = (Slot(before), constants.bind(factors[step.out]))
+            args = (Slot(before), factors[step.out])
             steps += [replace(step, out=before), Step(step.out, "mul", args, {}, step.module, step.block)]
-        return replace(self, steps=tuple(steps), constants=constants, specs=specs)
+        return replace(self, steps=tuple(steps), specs=specs)
 
     def to(self, dtype: torch.dtype) -> Program:
         """The same program in another floating-point type: constants are cast, and casts go to that type."""
 
-        def is_other_float(kind: torch.dtype) -> bool:
-            return kind.is_floating_point and kind != dtype
-
         def wide(value: Any) -> Any:
-            return dtype if isinstance(value, torch.dtype) and is_other_float(value) else value
+            if isinstance(value, torch.dtype):
+                return dtype if value.is_floating_point else value
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         steps = tuple(replace(step, args=mapped(step.args, wide)) for step in self.steps)
-        cast: list[Any] = [None] * len(self.constants)
-        for n in self.used:
-            value = self.constants[n]
-            cast[n] = value.to(dtype) if is_other_float(value.dtype) else value
+        cast = [wide(self.constants[n]) if n in self.used else None for n in range(len(self.constants))]
         specs = {slot: spec._replace(dtype=wide(spec.dtype)) for slot, spec in self.specs.items()}
-        return replace(self, steps=steps, constants=cast, specs=specs)
+        return replace(self, steps=steps, constants=Constants(cast, self.constants.names), specs=specs)
 
     def cut(self, ends: Sequence[int]) -> list[Program]:
         """The same list in consecutive pieces; the inputs of a piece are the slots that it reads from earlier ones.
@@ -174,8 +169,8 @@ class Program:
     @cached_property
     def held_bytes(self) -> int:
         """The memory of its constants that is not the model's own."""
-        whole = self.constants if isinstance(self.constants, Constants) else Constants(self.constants)
-        held = [whole.values[n] for n in self.used if n not in whole.names]  # dropped constants stay dropped
+        values, names = self.constants.values, self.constants.names  # dropped constants stay dropped
+        held = [values[n] for n in self.used if n not in names]
         storages = [value.untyped_storage() for value in held if value is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -213,7 +208,7 @@ class Program:
 
     def _forwards(self, values: dict[int, Any], places: range, kept: set[int]) -> None:
         """Run some steps, and drop values that no later step reads."""
-        steps, tensors, last = self.steps, self._tensors, self._last_uses
+        steps, tensors, last = self.steps, self.constants.tensors, self._last_uses
         for n in places:
             step, args = steps[n], list[Any]()
             for arg in step.args:  # as `filled` does, without a call for each step
@@ -230,11 +225,6 @@ class Program:
             for slot in last[n]:
                 if slot not in kept:
                     del values[slot]
-
-    @cached_property
-    def _tensors(self) -> Sequence[Tensor]:
-        """The constants as steps read them: without a check for each if none was dropped."""
-        return getattr(self.constants, "tensors", self.constants)
 
     @cached_property
     def by_block(self) -> list[range]:
@@ -312,7 +302,7 @@ class Program:
         ends: Collection[int],
     ) -> None:
         """Pull the waiting cotangents through some steps, and keep those that were asked for."""
-        steps, specs, tensors = self.steps, self.specs, self._tensors
+        steps, specs, tensors = self.steps, self.specs, self.constants.tensors
         for n in reversed(places):
             step = steps[n]
             out = step.out
@@ -349,7 +339,7 @@ def filled(args: Any, values: Mapping[int, Any], tensors: Sequence[Tensor]) -> A
 
 def _without_constants(program: Program) -> Program:
     """Leave out added constants, and the steps that then do nothing."""
-    steps, constants = list[Step](), _Growing(program.constants)
+    steps = list[Step]()
     same: dict[int, int] = {}  # for the result of each addition that was left out, the slot that now holds it
 
     def now(leaf: Any) -> Any:
@@ -358,8 +348,8 @@ def _without_constants(program: Program) -> Program:
     def zero(leaf: Any) -> Any:
         if type(leaf) is not Held:
             return leaf if type(leaf) is Slot else 0
-        value = constants[leaf.index]
-        return constants.bind(value.new_zeros(()).expand(value.shape))
+        value = program.constants[leaf.index]
+        return value.new_zeros(()).expand(value.shape)
 
     for step in program.steps:
         operation, is_moved = OPERATIONS[step.operation], not same.keys().isdisjoint(step.slots)
@@ -374,7 +364,7 @@ def _without_constants(program: Program) -> Program:
             args[place] = None if place in operation.optional else mapped(args[place], zero)
         steps.append(replace(step, args=tuple(args)) if added or is_moved else step)
     outputs = tuple([same.get(slot, slot) for slot in program.outputs])
-    return replace(program, steps=tuple(steps), constants=constants, outputs=outputs)
+    return replace(program, steps=tuple(steps), outputs=outputs)
 
 
 def _is_added(value: Any) -> bool:
@@ -382,35 +372,6 @@ def _is_added(value: Any) -> bool:
     return type(value) is not Slot and any(
         type(leaf) is Held or isinstance(leaf, (int, float, complex)) for leaf in leaves(value)
     )
-
-
-class _Growing(Sequence[Tensor]):
-    """The constants of a program, with further ones appended."""
-
-    def __init__(self, first: Sequence[Tensor]) -> None:
-        self.first, self.more = first, list[Tensor]()
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        return getattr(self.first, "names", {})
-
-    @property
-    def is_complete(self) -> bool:
-        return getattr(self.first, "is_complete", True)
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        return [*getattr(self.first, "tensors", self.first), *self.more] if self.is_complete else self
-
-    def bind(self, value: Tensor) -> Held:
-        self.more.append(value)
-        return Held(len(self.first) + len(self.more) - 1)
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.more)
-
-    def __getitem__(self, n: Any) -> Any:
-        return self.first[n] if n < len(self.first) else self.more[n - len(self.first)]
 
 
 # In pieces ------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from tensorlens.memory import ALWAYS_FITS, SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
 from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import running
-from tensorlens.program.constants import Constants
-from tensorlens.program.nodes import Held, Step, leaves
+from tensorlens.program.nodes import Constants, Held, Step, leaves
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw, spec_of

@@ -86,31 +86,29 @@ def product(
     *,
     role: Role | None = None,
     note: str | None = None,
-    options: tuple[Any, ...] = (),
 ) -> Live:
     r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
 
     Args:
         value: What the bilinear function gave.
-        operation: Its name in programs; it takes the two factors, then `options`.
+        operation: Its name in programs; it takes the two factors.
         a: The first factor.
         b: The second factor.
         how: A key of `WEIGHTS`.
         role: Role of the result.
         note: The convention it rests on.
-        options: Further arguments of the operation.
     """
     run = now.tape
     of_a, of_b = WEIGHTS[how]
     if not of_a:
-        return run.emit(operation, value, value_of(a), b, *options, role=role, note=note)
+        return run.emit(operation, value, value_of(a), b, role=role, note=note)
     if not of_b:
-        return run.emit(operation, value, a, value_of(b), *options, role=role, note=note)
+        return run.emit(operation, value, a, value_of(b), role=role, note=note)
     spec = spec_of(value)
     first, second = (raw(torch.mul, x, w) if w != 1 else value_of(x) for x, w in ((a, of_b), (b, of_a)))
     parts = (
-        run.emit(operation, spec, a, second, *options, note=note),
-        run.emit(operation, spec, first, b, *options, note=note),
+        run.emit(operation, spec, a, second, note=note),
+        run.emit(operation, spec, first, b, note=note),
     )
     if of_a + of_b == 1:
         return run.emit("add", value, *parts, role=role, note=note)
@@ -126,9 +124,8 @@ def is_same_tensor(a: Any, b: Any) -> bool:
 # Kernels by their derivative ------------------------------------------------------------------------------------------
 
 
-def by_derivative(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def by_derivative(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function by its derivative in everything live; a function of several kernels is taken kernel by kernel."""
-    run = now.tape
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
@@ -227,11 +224,10 @@ def product_by_kernel(
 
 
 @family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")
-def in_the_first(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_the_first(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is linear in its first argument; its other arguments are held where factors of products are."""
-    run = now.tape
     if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
-        return by_derivative(function, name, args, kwargs)
+        return by_derivative(run, function, name, args, kwargs)
     value = raw(function, *args, **kwargs)
     if not is_live(args[0]):
         run.note(f"held: {name}")

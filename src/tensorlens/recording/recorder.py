@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 
 from tensorlens import cancel
 from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
@@ -30,7 +28,7 @@ from tensorlens.models.layouts import (
     state_of,
 )
 from tensorlens.models.runner import own_errors, running
-from tensorlens.program.constants import Constants
+from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Program
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.block_calls import BlockCall, KeptBlocks
@@ -39,7 +37,7 @@ from tensorlens.recording.live import Live, found_in, is_live, raw, spec_of, val
 from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces, Weights
 from tensorlens.recording.prologue import Prologue
 from tensorlens.recording.recording import Head, Origin, Recording
-from tensorlens.recording.tape import Kernels, Tape, recording_on
+from tensorlens.recording.tape import Tape, recording_on
 from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
@@ -56,10 +54,6 @@ class StartEarly(BaseException):
     """Asks for a new pass that is live from the embeddings on."""
 
 
-class WithinMode(BaseException):
-    """Asks for a new pass that sees kernels from the start: values become live inside a mode of the model's."""
-
-
 class OtherParts(BaseException):
     """Asks for a new anatomy: other blocks ran on this input, or the same blocks a different number of times."""
 
@@ -72,13 +66,9 @@ class Recorder:
         inputs: Keyword arguments of its forward.
         run: The tape.
         places: Where the parts of the model are.
-        sees_kernels: Whether kernels are seen from the beginning, or once something is live.
     """
 
-    def __init__(
-        self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape, places: ModulePlaces, *, sees_kernels: bool
-    ) -> None:
-        self.sees_kernels, self._stack, self._n_modes = sees_kernels, ExitStack(), _len_torch_dispatch_stack()
+    def __init__(self, anatomy: Anatomy, inputs: dict[str, Any], run: Tape, places: ModulePlaces) -> None:
         self.anatomy, self.inputs, self.run = anatomy, inputs, run
         self.slots: list[tuple[int, ...]] = []
         self.states: list[Tensor] = []
@@ -111,12 +101,10 @@ class Recorder:
         """Run the model and return what was learnt; None if no block ran."""
         run, anatomy = self.run, self.anatomy
         try:
-            with self._stack as stack:
-                methods_of = anatomy.blocks if anatomy.by_methods else ()
-                modules = [*self.places.tree.values()]
-                of_pass = running(anatomy.model, observer=self.calls, modules=modules, methods_of=methods_of)
-                stack.enter_context(of_pass)
-                stack.enter_context(recording_on(run, sees_kernels=self.sees_kernels))
+            methods_of = anatomy.blocks if anatomy.by_methods else ()
+            modules = [*self.places.tree.values()]
+            of_pass = running(anatomy.model, observer=self.calls, modules=modules, methods_of=methods_of)
+            with of_pass, recording_on(run):
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":
                     self._leave_body(readout)
@@ -307,11 +295,6 @@ class Recorder:
     def _begin(self, state: Tensor, layout: AxisLayout) -> Tensor:
         """Make a state live: from here on every reference to it is."""
         run = self.run
-        if not self.sees_kernels:
-            if _len_torch_dispatch_stack() != self._n_modes:
-                raise WithinMode  # ours would be taken off with the model's own
-            self.sees_kernels = True
-            self._stack.enter_context(Kernels(run))
         tokens = layout.to_tokens(value_of(state))
         slot = run.new_slot(spec_of(tokens))
         self.begun.append((slot, tokens.clone()))
@@ -425,17 +408,14 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
     """One anatomy tried; None if no block ran."""
-    places, copies, sees_kernels = ModulePlaces(anatomy.model), False, False
+    places, copies = ModulePlaces(anatomy.model), False
     while True:
         run = Tape(rules, weights=places.weights, n_samples=n_samples, copies=copies)
-        recorder = Recorder(anatomy, inputs, run, places, sees_kernels=sees_kernels)
+        recorder = Recorder(anatomy, inputs, run, places)
         try:
             found = recorder.go()
         except StartEarly:
             anatomy = replace(anatomy, starts_early=True)
-            continue
-        except WithinMode:
-            sees_kernels = True
             continue
         if not copies and run.changed_constants():
             copies = True  # the model has overwritten a constant: record once more, with copies

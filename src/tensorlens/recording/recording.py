@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.program.constants import Constants
 from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
+from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Pieces, Program, SideChannelError
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
@@ -154,8 +154,7 @@ class Recording:
     @property
     def is_streamed(self) -> bool:
         """Whether the input is so long that blocks are recorded again when they are needed."""
-        constants = self.program.constants
-        return isinstance(constants, Constants) and not constants.is_complete
+        return not self.program.constants.is_complete
 
     def split(self, n: int) -> int:
         """How many of the tokens of state n are the encoder's."""
@@ -213,10 +212,7 @@ class Recording:
         if key not in self._parts:
             self._parts[key] = self._part(span, heads or {}, to_logits)
         program = self._parts[key]
-        if isinstance(program.constants, Constants):
-            program.constants.check(program.used)
-        elif isinstance(self.program.constants, Constants):  # heads are scaled by some more
-            self.program.constants.check()
+        program.constants.check(program.used)
         return program
 
     @cached_property
@@ -312,20 +308,9 @@ class Recording:
 
     # Forwards and backwards -------------------------------------------------------------------------------------------
 
-    def push(
-        self, x: Tensor, span: Span, heads: Heads | None = None, *, linear: bool = False, to_logits: bool = False
-    ) -> Tensor:
-        r"""$\tilde F_X(x)$, or $T x$ alone, at one state (sample, token, channel)."""
-        program = self.part(span, heads, to_logits=to_logits)
-        return self._joined((program.linear if linear else program).run(*self._divided(program.inputs, x)))
-
-    def bias_of_sinks(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor | None:
-        r"""The part of B that comes from a held sink (`Rules.sink`), (sample, token, channel); None if none is held."""
-        held = self.part(span, heads, to_logits=to_logits)
-        live = with_live_sinks(held)
-        if live is held:
-            return None
-        return self._joined(held.run(*held.zeros())) - self._joined(live.run(*held.zeros()))
+    def push(self, x: Tensor, span: Span, heads: Heads | None = None, **options: bool) -> Tensor:
+        r"""$\tilde F_X(x)$, or $T x$ alone, at one state (sample, token, channel); options as in `push_each`."""
+        return self.push_each([x], span, heads, **options)[0]
 
     def push_each(
         self,
@@ -336,23 +321,30 @@ class Recording:
         linear: bool = False,
         to_logits: bool = False,
     ) -> list[Tensor]:
-        """The same for several states, block by block: for a long input, whose blocks are recorded again."""
+        """The same for several states, all through one block before the next."""
         program = self.part(span, heads, to_logits=to_logits)
         found = (program.linear if linear else program).run_each([self._divided(program.inputs, x) for x in states])
         return [self._joined(parts) for parts in found]
 
     def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
         r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
-        program = self.part(span, heads, to_logits=to_logits)  # what is added has no transpose
-        return self._joined(program.pull(*self._divided(program.outputs, u)))
+        return self.pull_each([u], span, heads, to_logits=to_logits)[0]
 
     def pull_each(
         self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> list[Tensor]:
-        """The same for several cotangents, block by block: for a long input, whose blocks are recorded again."""
-        program = self.part(span, heads, to_logits=to_logits)
+        """The same for several cotangents, all through one block before the next."""
+        program = self.part(span, heads, to_logits=to_logits)  # what is added has no transpose
         found = program.pull_each([self._divided(program.outputs, u) for u in cotangents])
         return [self._joined(parts) for parts in found]
+
+    def bias_of_sinks(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor | None:
+        r"""The part of B that comes from a held sink (`Rules.sink`), (sample, token, channel); None if none is held."""
+        held = self.part(span, heads, to_logits=to_logits)
+        live = with_live_sinks(held)
+        if live is held:
+            return None
+        return self._joined(held.run(*held.zeros())) - self._joined(live.run(*held.zeros()))
 
     def _divided(self, slots: Sequence[int], x: Tensor) -> list[Tensor]:
         """A state or cotangent split by slot: the encoder's tokens and the decoder's."""
@@ -403,10 +395,10 @@ class Recording:
         found = readout if readout.dim() == 2 else readout[:, out_token]
         return found if classes is None else found[:, classes]
 
-    def logits_at(self, out_token: int, classes: Tensor | None = None) -> Tensor:
+    def logits_at(self, out_token: int) -> Tensor:
         """Logits (class,) at the input of the recording."""
         assert self.readout is not None, "asked of a model with a head"
-        return self.logits(self.readout, out_token, classes)[0]
+        return self.logits(self.readout, out_token)[0]
 
     def head_cotangent(self, weights: Tensor, out_token: int) -> Tensor:
         """The cotangent (1, …) of the readout for a weighted sum of logits (class,) at one output."""

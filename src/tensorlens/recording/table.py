@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tensorlens.program.nodes import words
-from tensorlens.recording.live import now, raw
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
-TableRule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
+TableRule = Callable[[Any, Any, str, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the recording, the function, its name, and its arguments."""
 RULES: dict[str, TableRule] = {}
+OF_VALUE: set[TableRule] = set()
+"""Those of them that take (run, name, value, args, kwargs), `value` being what the function itself gave."""
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ def known(function: Any) -> Function:
 
 
 def family(names: str) -> Callable[[AnyRule], AnyRule]:
-    """Register a rule for functions that are treated alike: it takes (function, name, args, kwargs)."""
+    """Register a rule for functions that are treated alike: it takes (run, function, name, args, kwargs)."""
 
     def register(rule: AnyRule) -> AnyRule:
         RULES.update(dict.fromkeys(names.split(), rule))
@@ -129,27 +131,12 @@ def family(names: str) -> Callable[[AnyRule], AnyRule]:
     return register
 
 
-class OfValue:
-    """A rule that begins with the function's own result, as most do; rules of the hot path spell that out.
-
-    Args:
-        rule: Takes the recording, the function's name, its value, and its arguments.
-    """
-
-    def __init__(self, rule: Callable[..., Any]) -> None:
-        self.rule = rule
-
-    def __call__(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As any other rule is called."""
-        return self.rule(now.tape, name, raw(function, *args, **kwargs), args, kwargs)
-
-
 def of_value(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule that takes (run, name, value, args, kwargs), `value` being what the function itself gave."""
 
     def register(rule: AnyRule) -> AnyRule:
-        family(names)(OfValue(rule))
-        return rule
+        OF_VALUE.add(rule)
+        return family(names)(rule)
 
     return register
 
@@ -157,9 +144,9 @@ def of_value(names: str) -> Callable[[AnyRule], AnyRule]:
 def rule(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule that takes the function's own arguments."""
 
-    def register(of_arguments: AnyRule) -> AnyRule:
-        family(names)(lambda function, name, args, kwargs: of_arguments(*args, **kwargs))
-        return of_arguments
+    def register(own: AnyRule) -> AnyRule:
+        family(names)(lambda run, function, name, args, kwargs: own(*args, **kwargs))
+        return own
 
     return register
 
@@ -172,7 +159,7 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """
 
     def register(own: AnyRule) -> AnyRule:
-        family(names)(lambda function, name, args, kwargs: own(now.tape, function, args, kwargs))
+        family(names)(lambda run, function, name, args, kwargs: own(run, function, args, kwargs))
         return own
 
     return register

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from tensorlens.recording.live import (
     value_of,
 )
 from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import KNOWN, RULES, OfValue, find_rule, known, spelled_alike
+from tensorlens.recording.table import KNOWN, OF_VALUE, RULES, find_rule, known, spelled_alike
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
@@ -507,16 +507,16 @@ def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ..
     if Whole in types and name in COUNTS:
         args, kwargs = run.counted(name, args, kwargs)
     rule = RULES.get(name) or find_rule(name)
-    if isinstance(rule, OfValue):
+    if rule is not None:
+        if rule not in OF_VALUE:
+            return rule(run, function, name, args, kwargs)
         with quiet(), no_kernels():
             value = function(*args, **kwargs)
-        return rule.rule(run, name, value, args, kwargs)
-    if rule is not None:
-        return rule(function, name, args, kwargs)
+        return rule(run, name, value, args, kwargs)
     if not is_kernel:
         return run.by_kernels(function, args, kwargs)
     if run.rules.name == "jacobian":
-        return by_derivative(function, name, args, kwargs)
+        return by_derivative(run, function, name, args, kwargs)
     raise run.refusal(name)
 
 
@@ -555,18 +555,13 @@ class Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def recording_on(new: Tape, *, sees_kernels: bool = True) -> Iterator[None]:
-    """A context in which live tensors of this thread go to a tape.
-
-    Args:
-        new: The tape.
-        sees_kernels: Whether kernels are seen from the beginning; before anything is live, there is no need to.
-    """
+def recording_on(new: Tape) -> Iterator[None]:
+    """A context in which live tensors of this thread go to a tape."""
     before = now.tape
     now.tape = new
     new.is_running = True
     try:
-        with torch.no_grad(), Kernels(new) if sees_kernels else nullcontext():
+        with torch.no_grad(), Kernels(new):
             yield
     finally:
         new.is_running = False

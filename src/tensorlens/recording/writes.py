@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.nodes import Slot, words
-from tensorlens.recording.live import FOLLOWED, Live, is_live, now, quiet, raw, role_of, spec_of
+from tensorlens.recording.live import FOLLOWED, Live, is_live, quiet, raw, role_of, spec_of
 from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in
 
@@ -230,11 +230,11 @@ class Writes:
         return slot if len(shape) == 1 else tape.emit("reshape", spec._replace(shape=(n,)), slot, (n,))
 
 
-def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def in_place(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`x.f_(y)` as `x.copy_(f(x, y))`."""
     base = name[:-1]
     if base in SHAPES and is_live(args[0]):
-        return _reshaped(function, base, args, kwargs)
+        return _reshaped(run, function, base, args, kwargs)
     if isinstance(function, torch._ops.OpOverload):
         functional = getattr(torch.ops.aten, function.overloadpacket.__name__[:-1])
     else:
@@ -242,15 +242,15 @@ def in_place(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     target = args[0]
     before = target if is_live(target) else raw(Tensor.clone, target)
     new = functional(before, *args[1:], **kwargs)
-    return now.tape.writes.write(target, new)
+    return run.writes.write(target, new)
 
 
-def _reshaped(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _reshaped(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is, though its version moves on."""
     x, before = args[0], version_of(args[0])
     new = getattr(torch, name)(*args, **kwargs)
     x.slot, x.spec = new.slot, new.spec
-    alike = [y for ref in now.tape.alive if is_live(y := ref()) and y.stamp == before and address_of(y) == address_of(x)]
+    alike = [y for ref in run.alive if is_live(y := ref()) and y.stamp == before and address_of(y) == address_of(x)]
     raw(function, *args, **kwargs)
     for y in alike:
         y.stamp = version_of(y)

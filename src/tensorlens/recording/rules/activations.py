@@ -19,6 +19,7 @@ from tensorlens.recording.calculus import Elementwise, scaled, slope_of, tangent
 from tensorlens.recording.live import Live, is_live, now, raw, value_of
 from tensorlens.recording.roles import Role, is_factor, of_factors
 from tensorlens.recording.table import family, rule
+from tensorlens.recording.tape import Tape
 
 # Gains φ(z)/z in closed form (Eq. 13). No division by z: they are finite everywhere and give the limit φ'(0) at zero.
 # Activations with φ(0) ≠ 0 have no finite ratio; `activate_from` is theirs.
@@ -155,29 +156,29 @@ def activate_from(name: str, z: Live, phi: Elementwise, role: Role) -> Live:
 
 
 @family(" ".join(CLOSED_FORMS))
-def closed_form(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def closed_form(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) = 0 whose gain has a closed form."""
     phi, options = _value(function, name, args, kwargs), _options(kwargs)
-    return activate(now.tape, name, args[0], lambda z: CLOSED_FORMS[name](z, *args[1:], **options), phi)
+    return activate(run, name, args[0], lambda z: CLOSED_FORMS[name](z, *args[1:], **options), phi)
 
 
 @family(" ".join(ZERO_AT_ZERO))
-def other(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def other(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) = 0, the gain as a quotient with its limit at zero; `threshold` may have another φ(0)."""
     phi, z = _value(function, name, args, kwargs), args[0]
     name = name.removeprefix("_")
     if name in STEPS:
-        return activate_from(name, z, phi, Role.FACTOR if is_factor(z.role, now.tape.rules) else Role.ACTIVATED)
+        return activate_from(name, z, phi, Role.FACTOR if is_factor(z.role, run.rules) else Role.ACTIVATED)
     if name == "threshold" and bool(raw(lambda: phi(value_of(z).new_zeros(())).any())):
         return activate_from(name, z, phi, Role.ACTIVATED)
-    return activate(now.tape, name, z, lambda v: quotient(phi, v), phi)
+    return activate(run, name, z, lambda v: quotient(phi, v), phi)
 
 
 @family(" ".join(NONZERO_AT_ZERO))
-def factor(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def factor(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Activations with φ(0) ≠ 0, in affine form."""
     z = args[0]
-    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(z.role, now.tape.rules)
+    fresh = name in ("sigmoid", "hardsigmoid", "ndtr") and not is_factor(z.role, run.rules)
     return activate_from(name, z, _value(function, name, args, kwargs), Role.GATE if fresh else Role.FACTOR)
 
 

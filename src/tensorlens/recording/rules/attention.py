@@ -24,16 +24,16 @@ from tensorlens.program.program import Program
 from tensorlens.recording.live import is_live, now, raw, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.rules.modules import with_names
-from tensorlens.recording.table import family, rule
+from tensorlens.recording.table import family, of_value, rule
+from tensorlens.recording.tape import Tape
 
 if TYPE_CHECKING:
     from tensorlens.recording.recording import Recording
 
 
-@family("softmax")
-def softmax_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("softmax")
+def softmax_rule(run: Tape, name: str, weights: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The attention matrix A (Eq. 7), held or live."""
-    run, weights = now.tape, raw(function, *args, **kwargs)
     run.note_cast(weights, args[0].dtype)
     run.note_softmax(args[0])
     if run.rules.attention == "hold":
@@ -138,7 +138,7 @@ def _spelled_out(
     "_scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention "
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math"
 )
-def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attention_kernel(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernels of fused attention, by device; their other results are read only by a backward pass."""
     arguments = function._schema.arguments
     given = dict(zip([argument.name for argument in arguments], args, strict=False)) | kwargs
@@ -150,9 +150,8 @@ def attention_kernel(function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 
 @family("flex_attention")
-def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def flexible(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`flex_attention` with any score function: applied to the identity it gives A, which is held."""
-    run = now.tape
     query, key, value, *rest = args
     if run.rules.attention != "hold":
         raise NotLinearError(f"{run.refusal('flex_attention')} Attention can only be held in it.")
@@ -176,7 +175,7 @@ def flexible(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 @family("multi_head_attention_forward")
-def multi_head_attention(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def multi_head_attention(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Torch's whole attention layer as its own code, in which fused attention has an axis of heads.
 
     If it also returns the weights, they come from the code that torch then runs; nothing else of that code is used.
@@ -186,7 +185,6 @@ def multi_head_attention(function: Any, name: str, args: tuple[Any, ...], kwargs
     if not given.get("need_weights", True):
         return own_code(**given)
     mixed, _ = own_code(**given | {"need_weights": False, "is_causal": False})
-    run = now.tape
     marks = len(run.mixtures), len(run.meetings)
     _, weights = own_code(**given)
     del run.mixtures[marks[0] :], run.meetings[marks[1] :]

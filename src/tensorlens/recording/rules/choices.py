@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.recording.live import Live, is_live, now, raw, role_of, value_of
+from tensorlens.recording.live import is_live, raw, role_of
 from tensorlens.recording.roles import Role, of_factors, of_largest
-from tensorlens.recording.table import family
+from tensorlens.recording.table import family, of_value
+from tensorlens.recording.tape import Tape
 
 
-@family(
+@of_value(
     "heaviside signbit eq ne lt le gt ge isnan isinf isneginf isposinf isfinite isclose allclose equal any all "
     "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or argmax argmin argsort nonzero "
     "count_nonzero unique bincount histc bucketize searchsorted multinomial one_hot isin isreal linalg_matrix_rank "
     "_unique2 unique_dim is_nonzero"
 )
-def frozen(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def frozen(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result is a decision that the pass arrived at. It is held."""
-    run = now.tape
     run.note(f"held: {name}")
     run.check_samples(name, args, kwargs)
-    return run.held(raw(function, *args, **kwargs), Role.CHOICE)
+    return run.held(value, Role.CHOICE)
 
 
 MOST_ITEMS = 64
@@ -33,9 +33,8 @@ MOST_ITEMS = 64
 
 
 @family("item")
-def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def escape(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One value read by Python for a decision: always the recorded one."""
-    run = now.tape
     run.note("held: item")
     run.note_mixing("item")
     n_left = run.rules_applied["held: item", run.module]
@@ -45,7 +44,7 @@ def escape(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 @family("tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage get:__cuda_array_interface__")
-def leave(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def leave(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values that leave torch: whatever comes back would count as constants."""
     if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:
         _refuse_leaving(name, args[0].numel())
@@ -60,20 +59,18 @@ def _refuse_leaving(name: str, n_values: int) -> NoReturn:
     )
 
 
-@family("clamp clamp_min clamp_max")
-def clamp(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("clamp clamp_min clamp_max")
+def clamp(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear where the value passed, constant where it was cut."""
     x = args[0]
     names = {"clamp_min": ("min",), "clamp_max": ("max",)}.get(name, ("min", "max"))
     bounds = dict(zip(names, args[1:], strict=False)) | kwargs
     if any(is_live(bound) for bound in bounds.values()) or not is_live(x):
         return _between(x, bounds)
-    run = now.tape
     run.note("piece: clamp")
-    cut = raw(function, *args, **kwargs)
-    passed = raw(torch.eq, cut, x)
+    passed = raw(torch.eq, value, x)
     role = of_factors([x.role], run.rules) or x.role
-    return run.emit("where", cut, passed, x, raw(Tensor.clone, cut), role=role)
+    return run.emit("where", value, passed, x, raw(Tensor.clone, value), role=role)
 
 
 def _between(x: Any, bounds: dict[str, Any]) -> Any:
@@ -87,32 +84,29 @@ def _between(x: Any, bounds: dict[str, Any]) -> Any:
     return x
 
 
-@family("maximum minimum fmax fmin")
-def choose(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("maximum minimum fmax fmin")
+def choose(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The larger or smaller of two, the choice held."""
-    run = now.tape
     run.note(f"piece: {name}")
     first, second = (*args, *kwargs.values())[:2]
-    value = raw(function, first, second)
     is_first = raw(torch.eq, value, first)
     role = of_factors([x.role for x in (first, second) if is_live(x)], run.rules)
     return run.emit("where", value, is_first, first, second, role=role)
 
 
-@family("sort topk kthvalue max min median mode cummax cummin")
-def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("sort topk kthvalue max min median mode cummax cummin")
+def select_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Values gathered at the recorded places."""
-    run = now.tape
     rest = (*args[1:], *kwargs.values())
     if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
-        return choose(torch.maximum if name == "max" else torch.minimum, f"{name}imum", args, kwargs)
+        return choose(run, f"{name}imum", value, args, kwargs)
     x = args[0]
     if name in ("max", "min", "median") and len(args) == 1 and "dim" not in kwargs:
-        return _of_all(function, name, x)
+        run.note_mixing(name)
+        return getattr(torch, name)(x.reshape(-1), 0)[0]
     run.note(f"decision: {name}")
     run.check_samples(name, args, kwargs)
-    result = raw(function, *args, **kwargs)
-    values, places = result
+    values, places = value
     position = 2 if name in ("topk", "kthvalue") else 1
     dim = kwargs.get("dim", args[position] if len(args) > position and type(args[position]) is int else -1)
     role = of_largest(x.role, run.rules)
@@ -122,35 +116,21 @@ def select_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
         column = raw(torch.unsqueeze, places, dim)
         found = x.gather(dim, column).squeeze(dim)
         found.role = role
-    return type(result)((found, run.held(places, Role.CHOICE)))
-
-
-def _of_all(function: Any, name: str, x: Live) -> Any:
-    """The one value that a function chooses of all, by its recorded place."""
-    run = now.tape
-    run.note(f"decision: {name}")
-    run.note_mixing(name)
-    place = int(raw(lambda: function(value_of(x).reshape(-1), 0)[1]))
-    found: Any = x.reshape(-1)[place]
-    found.role = of_largest(x.role, run.rules)
-    return found
+    return type(value)((found, run.held(places, Role.CHOICE)))
 
 
 @family("amax amin")
-def extreme(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def extreme(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest or smallest value over dimensions, gathered at its recorded place; the first one of equals."""
-    run = now.tape
     x, rest = args[0], args[1:]
     dims = kwargs.get("dim", rest[0] if rest else ())
     keepdim = kwargs.get("keepdim", rest[1] if len(rest) > 1 else False)
     dims = (dims,) if isinstance(dims, int) else () if dims is None else tuple(dims)
     over = sorted(dim % x.dim() for dim in dims) or list(range(x.dim()))
-    run.note(f"decision: {name}")
     run.check_samples(name, args, {"dim": over})
     kept = [dim for dim in range(x.dim()) if dim not in over]
     rows = x.permute(*kept, *over).flatten(len(kept)) if kept else x.reshape(1, -1)
-    places = raw(lambda: (value_of(rows) if name == "amax" else -value_of(rows)).argmax(-1, True))
-    values = rows.gather(-1, places)[..., 0]
+    values: Any = (torch.max if name == "amax" else torch.min)(rows, -1)[0]
     values = values if kept else values[0]
     for dim in over if keepdim else ():
         values = values.unsqueeze(dim)
@@ -159,9 +139,8 @@ def extreme(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @family("max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d")
-def max_pool(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def max_pool(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest value of each window, gathered at its recorded place."""
-    run = now.tape
     run.note(f"decision: {name}")
     x, n_axes = args[0], int(name[-2])
     gives_places = kwargs.get("return_indices", False) or "indices" in str(function)

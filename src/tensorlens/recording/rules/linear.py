@@ -277,21 +277,20 @@ def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size:
     return now.tape.emit("repeat_interleave", value, x, repeats, dim, role=role_after("repeat_interleave", x))
 
 
-@family("repeat tile")
-def tiled(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("repeat tile")
+def tiled(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All of it several times along axes."""
-    x, value = args[0], raw(function, *args, **kwargs)
+    x = args[0]
     sizes = [1] * (value.dim() - x.dim()) + list(x.shape)
     times = tuple([n // size if size else 1 for n, size in zip(value.shape, sizes, strict=True)])
-    return now.tape.emit("repeat", value, x, times, role=role_after("repeat", x))
+    return run.emit("repeat", value, x, times, role=role_after("repeat", x))
 
 
-@family("tril triu")
-def triangular(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+@of_value("tril triu")
+def triangular(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zero above a diagonal, or below it."""
-    diagonal = kwargs.get("diagonal", args[1] if len(args) > 1 else 0)
-    value = raw(function, *args, **kwargs)
-    return now.tape.emit("triangle", value, args[0], diagonal, name == "triu", role=role_after(name, args[0]))
+    x, diagonal = (*args, *kwargs.values(), 0)[:2]
+    return run.emit("triangle", value, x, diagonal, name == "triu", role=role_after(name, x))
 
 
 @rule("as_strided")
@@ -433,13 +432,13 @@ def assign(x: Tensor, at: Any, new: Any) -> None:
 
 
 @family("index_put _index_put_impl")
-def index_put(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def index_put(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x` with values written or added at some indices."""
     x, indices, values = args[:3]
     accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     at = tuple([slice(None) if one is None else value_of(one) for one in indices])
     value = raw(Tensor.index_put, x, [None if one is None else value_of(one) for one in indices], values, accumulate)
-    return now.tape.emit("put", value, x, at, values, accumulate)
+    return run.emit("put", value, x, at, values, accumulate)
 
 
 @of_value("index_add index_copy")
@@ -450,22 +449,21 @@ def rows_put(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     return run.emit(name, value, x, dim, value_of(index), source, *alpha)
 
 
-@family("scatter scatter_add scatter_reduce")
-def scattered(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("scatter scatter_add scatter_reduce")
+def scattered(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums over an index are linear; what is the largest there, or a product, is not."""
     names = ("dim", "index", "src", "value", "reduce")
     given = [*args, *(kwargs[key] for key in names if key in kwargs)]
     x, dim, index, source = given[:4]
     reduce = given[4] if len(given) > 4 and isinstance(given[4], str) else "add" if name == "scatter_add" else None
-    value = raw(function, *args, **kwargs)
     index = value_of(index)
     if isinstance(source, Tensor) and source.dim() and source.shape != index.shape:
         source = source[tuple(slice(n) for n in index.shape)]
     if reduce in ("add", "sum", "mean"):
         return _summed_there(x, dim, index, source, is_mean=reduce == "mean", with_own=kwargs.get("include_self", True))
     if name == "scatter" and reduce is None:
-        return now.tape.emit("scatter", value, x, dim, index, source)
-    raise now.tape.refusal(f"{name} by {reduce}")
+        return run.emit("scatter", value, x, dim, index, source)
+    raise run.refusal(f"{name} by {reduce}")
 
 
 def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool, with_own: bool) -> Any:
@@ -481,19 +479,19 @@ def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool
 
 
 @family("embedding")
-def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def rows_of_table(run: Tape, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Rows of a live table."""
     is_kernel = isinstance(function, torch._ops.OpOverload)
     weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
     if kwargs.get("max_norm") is not None:
-        raise now.tape.refusal("embedding with max_norm")
+        raise run.refusal("embedding with max_norm")
     return weight[value_of(places)]
 
 
 # Functions without a form of their own ------------------------------------------------------------------------------
 
 
-@family(
+@of_value(
     " ".join(
         [
             *(name for name in LINEAR_FUNCTIONS if name not in ("repeat", "index_copy", "window")),
@@ -505,24 +503,23 @@ def rows_of_table(function: Any, name: str, args: Sequence[Any], kwargs: dict[st
         ]
     )
 )
-def plainly(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plainly(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear in the first argument: the same function as a step."""
-    value = raw(function, *args, **kwargs)
     name = name.removeprefix("fft_").removeprefix("get:").replace("_conj", "conj").replace("conj", "conj_physical")
     name = "conj_physical" if name.startswith("conj_physical") else name
     live = [n for n, arg in enumerate(args) if is_live(arg)]
     if live and live != [0] and name != "complex":
-        raise now.tape.refusal(f"{name} with a second live argument")
+        raise run.refusal(f"{name} with a second live argument")
     role = role_after(name, *args)
-    return now.tape.emit(name, value, *args, role=role, **kwargs)
+    return run.emit(name, value, *args, role=role, **kwargs)
 
 
 @family("unfold im2col")
-def windows(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def windows(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
     given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
     if name == "im2col" or function is torch.nn.functional.unfold:
-        return now.tape.emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
+        return run.emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
     x, axis, size, step = args[0], given["dimension"] % args[0].dim(), given["size"], given["step"]
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
     places = raw(lambda: starts[:, None] + torch.arange(size, device=x.device))
@@ -549,25 +546,25 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
 
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
-def look_at_gradients(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def look_at_gradients(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ignore a hook on a gradient: it is not part of the pass."""
     return RemovableHandle(OrderedDict()) if name != "retain_grad" else None
 
 
 @family("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout")
-def dropout(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dropout(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The identity: T describes the model at inference, where modules are in evaluation mode."""
     given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
     if given.get("p", 0.5) and given.get("training", given.get("train", True)):
         raise NotLinearError(
             f"`{name}` is also active in evaluation mode, so the model's output changes from call to call. "
-            f"Pass it `training=self.training`. {now.tape.refusal(name)}"
+            f"Pass it `training=self.training`. {run.refusal(name)}"
         )
     return args[0] if name != "native_dropout" else (args[0], None)
 
 
 @family("new_tensor new_full full_like")
-def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def filled_like(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """New tensors shaped like a live one, of constant numbers."""
     given = [*args[1:], *kwargs.values()]
     if not any(map(is_live, found_in(given))):
@@ -575,7 +572,7 @@ def filled_like(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     if name == "new_tensor" and is_live(given[0]):
         return given[0].to(device=kwargs.get("device") or args[0].device, dtype=kwargs.get("dtype") or given[0].dtype)
     raise NotLinearError(
-        f"`{name}` makes a new tensor of live numbers in `{now.tape.module or 'the model'}`, which no rule follows. "
+        f"`{name}` makes a new tensor of live numbers in `{run.module or 'the model'}`, which no rule follows. "
         "Write `x.expand(shape)` for one of them, and `torch.stack` for several."
     )
 
@@ -612,7 +609,7 @@ for _names, _reason in REASONS.items():
 
     @family(_names)
     def refuse(
-        function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = _reason
+        run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = _reason
     ) -> NoReturn:
         """Refuse a function, with the reason."""
-        raise NotLinearError(f"{reason} {now.tape.refusal(name)}")
+        raise NotLinearError(f"{reason} {run.refusal(name)}")

@@ -12,6 +12,7 @@ from tensorlens.recording.calculus import by_derivative, tangent
 from tensorlens.recording.live import Live, is_live, now, raw, value_of
 from tensorlens.recording.roles import Role
 from tensorlens.recording.table import family, rule
+from tensorlens.recording.tape import Tape
 
 
 @family(
@@ -23,9 +24,8 @@ from tensorlens.recording.table import family, rule
     "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss kl_div binary_cross_entropy "
     "binary_cross_entropy_with_logits"
 )
-def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def statistic(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A number from the pass that scales others: held, or by its derivative."""
-    run = now.tape
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
         if run.n_samples > 1:
@@ -35,7 +35,7 @@ def statistic(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     value = raw(function, *args, **kwargs)
     if name in _ONE_BY_ONE and is_live(args[0]) and not any(map(is_live, (*args[1:], *kwargs.values()))):
         return tangent(args[0], lambda v: function(v, *args[1:], **kwargs), value, Role.STATISTIC)
-    return _as_statistics(by_derivative(function, name, args, kwargs))
+    return _as_statistics(by_derivative(run, function, name, args, kwargs))
 
 
 _ONE_BY_ONE = words("rsqrt sqrt reciprocal log log2 log10 pow rpow logit")
@@ -188,7 +188,7 @@ def normalize(input: Live, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out
 
 
 @family("batch_norm instance_norm")
-def channel_norm(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def channel_norm(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One statistic per channel: known ones are linear, those of the input are held."""
     last = "training" if name == "batch_norm" else "use_input_stats"
     names = ("input", "running_mean", "running_var", "weight", "bias", last, "momentum", "eps")
@@ -202,14 +202,14 @@ def channel_norm(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[s
         return _by_channel(y, given.get("weight"), given.get("bias"))
     axes = tuple(axis for axis in range(x.dim()) if axis != 1 and (name == "batch_norm" or axis != 0))
     if name == "batch_norm":
-        now.tape.note_mixing(name)
+        run.note_mixing(name)
     inverse = raw(_inverse_std, value_of(x), axes, eps)
     y = normalised(name, x, inverse, axes, raw(_value, value_of(x), inverse, axes, True), centred=True)
     return _by_channel(y, given.get("weight"), given.get("bias"))
 
 
 @family("var_mean std_mean")
-def spread_and_mean(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple:
+def spread_and_mean(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple:
     """The spread is a statistic, the mean is linear."""
     spread = torch.var if name == "var_mean" else torch.std
     options = {key: value for key, value in kwargs.items() if key not in ("correction", "unbiased")}

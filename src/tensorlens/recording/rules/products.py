@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.program.nodes import at_least_float32
-from tensorlens.recording.calculus import is_same_tensor, product, product_by_kernel, scaled, tangent
+from tensorlens.recording.calculus import by_derivative, is_same_tensor, product, product_by_kernel, scaled, tangent
 from tensorlens.recording.live import (
     FOLLOWED,
     Live,
@@ -53,7 +53,7 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
             factor = value_of(factor)
         return run.emit("mul", value, x if x.spec.dtype is value.dtype else x.to(value.dtype), factor, role=role)
     if is_same_tensor(a, b):
-        return power(torch.square, "square", (a,), {})
+        return power(run, torch.square, "square", (a,), {})
     how = of_product(a.role, b.role, run.rules)
     if how in ("both held", "first held", "second held"):
         a = settled(a) if how != "second held" else a
@@ -84,15 +84,14 @@ def gated(gate: Live, up: Live, value: Tensor) -> Live:
 
 
 @family("pow square float_power")
-def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def power(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x^p as x ⊙ x^(p-1) with the second factor held, for p ≥ 1; any other power is a statistic."""
-    run = now.tape
     x: Any
     x, exponent = (*args, *kwargs.values(), 2)[:2]
     if not is_live(x) or isinstance(exponent, Tensor) and (exponent.numel() != 1 or is_live(exponent)):
-        return statistic(function, name, args, kwargs)
+        return statistic(run, function, name, args, kwargs)
     if float(exponent) < 1:
-        return statistic(torch.pow, "pow", (x, exponent), {})
+        return statistic(run, torch.pow, "pow", (x, exponent), {})
     value = raw(function, *args, **kwargs)
     if "taylor" in (run.rules.norm, run.rules.activation):
         run.note("power: derivative")
@@ -107,7 +106,7 @@ def power(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @family("matmul bmm mm rmatmul mv dot")
-def matrix_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def matrix_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear with one live factor. With two, the left one mixes and is held, the right one is carried.
 
     q·kᵀ comes this way too, where holding is void because the softmax holds the result. With attention live both follow
@@ -120,7 +119,7 @@ def matrix_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict
     right = without_sink(right) if mixes else right
     found = _matrix_product(function, name, left, right)
     if is_live(found) and mixes:
-        now.tape.note_mixture(found, left, right)
+        run.note_mixture(found, left, right)
     return found
 
 
@@ -146,9 +145,8 @@ def _operand(x: Any) -> Any:
 
 
 @family("linear")
-def linear_layer(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def linear_layer(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear layer. If input and weight are both live, the weight is held."""
-    run = now.tape
     x, weight, bias, *_ = (*args, None, None)
     weight, bias = (kwargs.get("weight", weight), kwargs.get("bias", bias)) if kwargs else (weight, bias)
     if type(weight) is Live:
@@ -183,7 +181,7 @@ ADDED_PRODUCT = (
 
 
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp")
-def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def added_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A sum with a product in it, taken apart: each part has its own rule."""
     base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
@@ -193,7 +191,7 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         inner = left * right if name == "addcmul" else left / right
         return base + (inner if alpha == 1 else alpha * inner)
     if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
-        run = now.tape  # a linear layer whose weight lies the other way round
+        # a linear layer whose weight lies the other way round
         weight = raw(getattr, right, "mT")
         value = raw(function, *args, **kwargs)
         return run.emit("linear", value, left, weight, base, role=role_after("linear", left, weight))
@@ -206,9 +204,8 @@ def added_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
     "convolution_overrideable"
 )
-def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def convolved(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A convolution. If input and weight are both live, the weight is held."""
-    run = now.tape
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
@@ -223,13 +220,12 @@ def convolved(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     return run.emit("convolution", value, x, weight, bias, *geometry, role=role_after("convolution", x, weight))
 
 
-@family("grouped_mm _grouped_mm")
-def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_value("grouped_mm _grouped_mm")
+def grouped_product(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Matrix products of groups of rows: the experts of a router."""
-    run = now.tape
     names = ("mat2", "mat_b", "offs", "bias", "out_dtype")
     given = dict(zip(("a", "b", "offs", "bias", "out_dtype"), args, strict=False)) | {
-        {"mat2": "b", "mat_b": "b"}.get(key, key): value for key, value in kwargs.items() if key in names
+        {"mat2": "b", "mat_b": "b"}.get(key, key): one for key, one in kwargs.items() if key in names
     }
     a, b, bias = given["a"], given["b"], given.get("bias")
     if bias is not None:
@@ -237,7 +233,6 @@ def grouped_product(function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     if is_live(a) and is_live(b):
         run.note("product: weight held")
         b = value_of(b)
-    value = raw(function, *args, **kwargs)
     offsets = given.get("offs")
     return run.emit(
         "grouped_mm",
@@ -306,9 +301,8 @@ def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> 
 
 
 @family("div rdiv")
-def divide(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def divide(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A live denominator is a statistic: held, or by its derivative where norms are."""
-    run = now.tape
     above, below = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if name == "rdiv":
         above, below = below, above
@@ -357,25 +351,14 @@ def rounded_quotient(above: Any, below: Any, mode: str) -> Any:
 
 
 @family("linalg_solve_triangular")
-def solve_rule(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def solve_rule(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A⁻¹ b with A held."""
-    run = now.tape
     matrix, b = args[:2]
     if is_live(matrix):
         run.note("product: left factor held")
     if not is_live(b):
         return raw(function, *args, **kwargs)
     if run.rules.gate == "taylor" and is_live(matrix):
-        return _live_solve(function, matrix, b, args[2:], kwargs)
+        return by_derivative(run, function, name, args, kwargs)
     options = (kwargs.get("upper"), kwargs.get("left", True), kwargs.get("unitriangular", False))
     return run.emit("solve", raw(function, *args, **kwargs), value_of(matrix), b, *options)
-
-
-def _live_solve(function: Any, matrix: Any, b: Live, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """X = A⁻¹ b by its derivative: A⁻¹(db - dA x⁰), and the constant that makes it right: x⁰."""
-    x0 = raw(function, matrix, b, *rest, **kwargs)
-    is_unit = kwargs.get("unitriangular", False)  # torch reads no other part of the matrix
-    matrix = matrix.triu(int(is_unit)) if kwargs["upper"] else matrix.tril(-int(is_unit))
-    moved = b - (torch.matmul(matrix, x0) if kwargs.get("left", True) else torch.matmul(x0, matrix))
-    moved = moved - x0 if is_unit else moved  # zero at X
-    return function(value_of(matrix), moved, *rest, **kwargs) + x0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.table import family
+from tensorlens.recording.tape import Tape
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, State, list[Any]], State]
@@ -45,7 +46,7 @@ CELLS: dict[str, Cell] = {"gru": _gru, "lstm": _lstm, "rnn_tanh": _rnn(torch.tan
 
 
 @family("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell")
-def cell(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def cell(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One step."""
     kind = name.removesuffix("_cell")
     x, state, *weights = args
@@ -55,7 +56,7 @@ def cell(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @family("gru lstm rnn_tanh rnn_relu")
-def layers(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layers(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All steps of all layers, in both directions where the model has them."""
     kind = name
     if not isinstance(args[3], bool):
