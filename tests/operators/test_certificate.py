@@ -249,15 +249,15 @@ def test_a_fault_of_one_per_cent_does_not_hide_in_half_precision(monkeypatch: py
 
 def test_one_output_costs_one_pull_and_nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     T, pulls = tensor("gpt2"), []
-    pull = Program.pull
+    pull = Program.pull_each
 
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("not for a single output")
 
     monkeypatch.setattr(operators, "FoldedBlocks", fails)
-    monkeypatch.setattr(Program, "run", fails)
-    monkeypatch.setattr(Program, "pull", lambda self, *us: pulls.append(1) or pull(self, *us))
+    monkeypatch.setattr(Program, "run_each", fails)
+    monkeypatch.setattr(Program, "pull_each", lambda self, several: pulls.append(len(several)) or pull(self, several))
     with monkeypatch.context() as patch:
         patch.setattr(operators.FrozenOperator, "bias", T.output)  # for the share of the bias
         T.map(out_token=-1)
-    assert len(pulls) == 1
+    assert pulls == [1]

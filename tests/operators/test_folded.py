@@ -252,11 +252,11 @@ def test_states_pushed_are_halved_when_memory_runs_out(monkeypatch: pytest.Monke
     x = torch.randn(9, *T.input.shape, dtype=T.dtype)
     expected, several, sizes = T.push(x), FrozenOperator._several, []
 
-    def scarce(self: FrozenOperator, one: Any, each: Any, items: Tensor) -> Tensor:
+    def scarce(self: FrozenOperator, each: Any, items: Tensor) -> Tensor:
         if len(items) > 3:
             raise torch.OutOfMemoryError("out of memory")
         sizes.append(len(items))
-        return several(self, one, each, items)
+        return several(self, each, items)
 
     monkeypatch.setattr(FrozenOperator, "_several", scarce)
     torch.testing.assert_close(T.push(x), expected)
