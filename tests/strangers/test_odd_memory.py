@@ -12,8 +12,8 @@ import pytest
 import torch
 from strangers.models import IDS, Attention, Block, FeedForward, H, Plain, randomised
 from strangers.oracle import gap
-from strangers.test_functions import Inner, W, derivative, model_of
 from strangers.test_functions import IDS as SHORT
+from strangers.test_functions import Inner, W, derivative, model_of
 from torch import Tensor
 from torch.nn import functional as F
 

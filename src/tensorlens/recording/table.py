@@ -40,8 +40,9 @@ _ALIASES = _spellings(
     "neg: negative, transpose: swapaxes swapdims, softmax: _softmax _safe_softmax, log_softmax: _log_softmax, "
     "gt: greater, lt: less, ge: greater_equal, le: less_equal, ne: not_equal, sigmoid: expit, trunc: fix, "
     "max_pool1d: max_pool1d_with_indices, max_pool2d: max_pool2d_with_indices, max_pool3d: max_pool3d_with_indices, "
-    "movedim: moveaxis, mm: _sparse_mm, view: _unsafe_view _reshape_alias, item: _local_scalar_dense, pad_constant: constant_pad_nd, "
-    "linalg_vector_norm: vector_norm, atan: arctan, asin: arcsin, asinh: arcsinh, atanh: arctanh, acos: arccos"
+    "movedim: moveaxis, mm: _sparse_mm, view: _unsafe_view _reshape_alias, item: _local_scalar_dense, "
+    "pad_constant: constant_pad_nd, linalg_vector_norm: vector_norm, atan: arctan, asin: arcsin, asinh: arcsinh, "
+    "atanh: arctanh, acos: arccos"
 )
 _NUMPYS_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 _NOT_FIRST = ("where", "searchsorted")
