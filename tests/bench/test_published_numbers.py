@@ -212,7 +212,7 @@ def test_reasons_say_what_the_records_say():
     for name in (one for one in by_name if one.startswith("evidence-")):
         baselines = [value(name, one) for one in by_name[name] if not one.startswith("tensor.")]
         gains.append(value(name, "tensor.in_class@attn_lrp") - max(baselines))
-    assert len(gains) == 4 and f"by {min(gains):.2f} to {max(gains):.2f} of the reciprocal rank" in word
+    assert len(gains) == 4 and f"by {min(gains):.2f} to {max(gains):.2f} in reciprocal rank" in word
     assert value("evidence-gemma3-270m", "tensor.in_class@half_gate") > value(
         "evidence-gemma3-270m", "tensor.in_class@attn_lrp"
     )
