@@ -50,7 +50,7 @@ from tensorlens.models.chains import (
 from tensorlens.models.evidence import Evidence, ModuleCall, watch
 from tensorlens.models.forward_signature import WHAT_IS_NEEDED, ask
 from tensorlens.models.module_calls import module_tree, own_methods
-from tensorlens.models.stacks import CONTAINERS, blocks_in, encoder_and_decoder, named_blocks, stacks
+from tensorlens.models.stacks import CONTAINERS, blocks_in, encoder_and_decoder, main_list, named_blocks
 
 VOCABULARY_SHARE = 0.9
 """With this many channels per token of the vocabulary a tensor counts as logits: an embedding may be padded."""
@@ -432,10 +432,8 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
             encoder=encoder,
             encoder_blocks=of_encoder,
         )
-    found = stacks(model)
-    if not found:
-        return None
-    return Anatomy(**common, stack=found[0], blocks=blocks_in(model.get_submodule(found[0])))
+    found = main_list(model)
+    return None if found is None else Anatomy(**common, stack=found, blocks=blocks_in(model.get_submodule(found)))
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

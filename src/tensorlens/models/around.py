@@ -230,10 +230,8 @@ def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidenc
 
 def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: Ending, evidence: Evidence) -> int | None:
     """The channel axis of $X^N$: the first of several witnesses that knows."""
-    state, is_block = ending.state, end is last
-    if is_block and state.shape == end.state.shape and before is not None:
-        return before
-    if not is_block and end.taken and end.taken[0].shape == state.shape:
+    state = ending.state
+    if end is not last and end.taken and end.taken[0].shape == state.shape:
         axis = _reading_axis(end.taken[0], end.walk(), evidence)
         if axis is not None:
             return axis

@@ -185,16 +185,12 @@ def _are_others() -> bool:
 
 @contextmanager
 def _in_own_modes() -> Iterator[None]:
-    autocast = [device for device in ACCELERATORS if torch.is_autocast_enabled(device)]
+    default, follows = torch.get_default_device(), not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
     with ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())  # leaving inference mode has switched gradients on
-        for device in autocast:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        if autocast:
+        if any(map(torch.is_autocast_enabled, ACCELERATORS)):
             stack.enter_context(_set(_left, ("autocast",)))
-        default = torch.get_default_device()
+        stack.enter_context(in_own_precision())
+        stack.enter_context(torch.set_grad_enabled(follows))  # leaving inference mode has switched gradients on
         if default.type != "cpu":
             stack.enter_context(_set(_callers_device, default))
             stack.enter_context(torch.device("cpu"))

@@ -51,30 +51,20 @@ def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
         return None
     if id(encoder) not in names or id(decoder) not in names:
         return None
-    inner = [[f"{names[id(part)]}.{stack}" for stack in stacks(part)[:1]] for part in (encoder, decoder)]
-    return (names[id(encoder)], inner[0][0], inner[1][0]) if all(inner) else None
+    of_encoder, of_decoder = main_list(encoder), main_list(decoder)
+    if of_encoder is None or of_decoder is None:
+        return None
+    return names[id(encoder)], f"{names[id(encoder)]}.{of_encoder}", f"{names[id(decoder)]}.{of_decoder}"
 
 
-def stacks(model: nn.Module) -> list[str]:
-    """Lists that may hold the blocks: the language model's before others, the largest before the smaller."""
+def main_list(model: nn.Module) -> str | None:
+    """The path of the list that probably holds the blocks: the largest, of those of the language model if it has some."""
+    decoder = ask(model, "get_decoder")
+    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for kind in BLOCK_LISTS:
-        sizes = {
-            name: sum(parameter.numel() for parameter in module.parameters())
-            for name, module in model.named_modules()
-            if name and isinstance(module, kind) and len(module) and not _inside(module, model, kind)
-        }
-        found = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+        lists = [(name, module) for name, module in model.named_modules() if name and isinstance(module, kind)]
+        sizes = {name: (id(one) in inside, sum(weight.numel() for weight in one.parameters())) for name, one in lists}
+        found = [name for name, (_, size) in sizes.items() if size]
         if found:
-            decoder = ask(model, "get_decoder")
-            inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
-            return sorted(found, key=lambda name: id(model.get_submodule(name)) not in inside)
-    return []
-
-
-def _inside(stack: nn.Module, model: nn.Module, kind: type) -> bool:
-    """Whether a list lies within another list: heads of experts, sub-layers of a block."""
-    return any(
-        stack is not outer and any(stack is inner for inner in outer.modules())
-        for outer in model.modules()
-        if isinstance(outer, kind)
-    )
+            return max(found, key=sizes.__getitem__)
+    return None
