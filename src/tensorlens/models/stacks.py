@@ -58,7 +58,7 @@ def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
 
 
 def main_list(model: nn.Module) -> str | None:
-    """The path of the list that probably holds the blocks: the largest, of those of the language model if it has some."""
+    """The path of the list that probably holds the blocks: the largest, of the language model if it has lists."""
     decoder = ask(model, "get_decoder")
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for kind in BLOCK_LISTS:
