@@ -14,6 +14,9 @@ from tiny_language import tiny_lens
 import tensorlens as tl
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "_code"))
+from execute import same  # type: ignore[import-not-found]  # noqa: E402
+
 EXAMPLES = ROOT / "examples"
 TOUR = EXAMPLES / "tour.ipynb"
 SCRIPTS = sorted(ROOT.glob("bench/**/*.py"))
@@ -38,6 +41,8 @@ def test_the_tour_runs_and_is_stored_with_its_outputs():
         if before["cell_type"] == "code":
             kinds = [[*output.get("data", "text")] for output in before["outputs"]]
             assert kinds == [[*output.get("data", "text")] for output in after["outputs"]]
+            printed = [[output["text"] for output in one["outputs"] if "text" in output] for one in (before, after)]
+            assert all(map(same, printed[1], printed[0])), printed
     maps = [cell for cell in fresh["cells"] if "data-tensorlens" in json.dumps(cell.get("outputs", []))]
     assert len(maps) >= 5
 

@@ -196,14 +196,16 @@ def test_what_modules_hold_is_reported() -> None:
     T = tensor("gpt2")
     certificate = T.certificate()
     mlp = certificate.held["transformer.h.1.mlp"]
-    assert 0 < mlp < 5 and len(certificate.held) > 20 and "held, output at zero relative to X" in str(certificate)
+    assert 0 < mlp < 5 and len(certificate.held) > 20 and "largest parts in B" in str(certificate)
     whole = certificate.held["transformer.ln_f"]
     assert whole == pytest.approx(float(T.bias.norm() / T.output.norm()))
 
 
 def test_a_module_without_biases_holds_nothing() -> None:
-    held = tensor("llama").certificate().held
+    certificate = tensor("llama").certificate()
+    held = certificate.held
     assert held["model.layers.1.mlp.down_proj"] == held["model.layers.2.self_attn.o_proj"] == 0
+    assert "parts in B" not in str(certificate)
 
 
 def test_how_much_is_carried_is_reported() -> None:

@@ -26,7 +26,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import Printed
 
 N_HELD = 3
-"""How many modules the text of a certificate names, those with the largest held part first."""
+"""How many modules the text of a certificate names: those with the largest parts in B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Certificate(Printed):
         return {"passed": self.passed, **msgspec.to_builtins(self, str_keys=True)}
 
     def __str__(self) -> str:
-        """The verdict, the numbers, what was held, and the rules with the number of modules each."""
+        """The verdict, the numbers, the largest parts in B, and the rules with the number of modules each."""
         lines = [f"{'exact and linear' if self.passed else 'NOT CERTIFIED: ' + ', '.join(self.failures)}"]
         lines += [f"  but: {reservation}" for reservation in self.reservations]
         lines += [
@@ -105,8 +105,9 @@ class Certificate(Printed):
         ]
         lines += [f"  {law}, rounded{error:9.1e}" for law, error in self.rounded.items()]
         lines += [f"  |T X| / |F(X)| = {self.carried:.3g}  ({self.dtype})"]
-        most = sorted(self.held, key=lambda path: -self.held[path])[:N_HELD]
-        lines += ["held, output at zero relative to X:"] if most else []
+        in_bias = [path for path, share in self.held.items() if share > 0]
+        most = sorted(in_bias, key=lambda path: -self.held[path])[:N_HELD]
+        lines += ["largest parts in B, output at zero relative to X:"] if most else []
         lines += [f"  {path} {self.held[path]:.2g}" for path in most] + ["rules:"]
         lines += [
             f"  {rule}: {len(modules)} module{'s' * (len(modules) > 1)}, such as {modules[0]}"
