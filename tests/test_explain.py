@@ -133,11 +133,13 @@ def test_a_target_of_several_tokens_is_the_sum_of_their_logits(lens):
     assert e.headline.startswith("Why “ab” after") and e.note in printed(e)
 
 
-def test_components_are_those_of_the_recommended_rules(lens):
+def test_components_are_those_of_the_recommended_rules(lens, tmp_path):
     e = lens.explain(TEXT, "component", target="a", against="b")
     T = lens.with_rules("jacobian")(TEXT)
     assert isinstance(e.map, tl.ComponentMap)
     np.testing.assert_allclose(e.map.scores, T.components(-1, ("a", "b")).scores, atol=1e-5)
+    page = e.save(tmp_path / "e.html").read_text("utf-8")
+    assert 'data-tensorlens="inside"' in page and "rather than \\u201cb\\u201d" in page
     assert e.headline in printed(e) and e.headline.split("”")[0] in e._repr_html_()
 
 
@@ -150,8 +152,7 @@ def test_the_certificate_comes_when_it_is_asked_for_and_stays_with_the_map(lens,
 
 
 def test_models_without_a_next_token():
-    e = tl.Lens(build("bert"))
-    e = e.explain([5, 7, 9])
+    e: Any = tl.Lens(build("bert")).explain([5, 7, 9])
     assert e.prediction is None and e.headline.startswith("Why these outputs in “") and e.because == ""
     assert e.map.headline == e.headline
     assert e.map.method == "tensor.in_out" and e.map.shape[0] == 3
@@ -241,7 +242,7 @@ def test_json_holds_what_was_said(folder, lens):
         (["smollm2-135m"], "Expected a text after the model"),
         (["gpt2", "The cat"], "openai-community/gpt2"),
         (["minilm", "The cat", "--for", "sentence"], "one of word, passage, component, paper; got 'sentence'"),
-        (["minilm", "The cat", "--for", "component", "--out", "e.html"], "one of .json .safetensors"),
+        (["minilm", "The cat", "--for", "component", "--out", "e.png"], "one of .html .json .safetensors"),
     ],
 )
 def test_a_mistake_is_answered_with_the_line_that_works(words, answer):

@@ -179,7 +179,12 @@ class Explanation(Tabular):
         return as_html(self.show)
 
     def save(self, path: str | Path) -> Path:
-        """Write the map with its headline, in the format of the suffix; see `TokenMap.save`."""
+        """Write the map with its headline, in the format of the suffix; see `TokenMap.save`.
+
+        A page of components is the page of the inside of the model, for the same target.
+        """
+        if isinstance(self.map, ComponentMap) and self._asked is not None and Path(path).suffix.lower() == ".html":
+            return self.tensor.inside(self.out_token, self._asked.asked.weights).save(path)
         return self.map.save(path)
 
 

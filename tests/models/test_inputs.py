@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tiny_study
 import torch
+from explorer_samples import Pixels
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from zoo import build, sample
@@ -101,6 +103,15 @@ def test_bad_input_is_refused_by_name(case, byte_level, unchecked):
 def test_text_without_a_tokenizer(unchecked):
     with pytest.raises(tl.InputError, match="no tokenizer"):
         tl.Lens(build("gpt2"))("The cat")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_an_image_as_numpy_gives_it_is_an_image(mode):
+    image = Image.linear_gradient("L").resize((12, 10)).convert(mode)
+    lens = tl.Lens(build("vit").float(), Pixels())
+    torch.testing.assert_close(lens(np.asarray(image)).output, lens(image).output)
+    floats = torch.zeros(3, 8, 8)
+    assert torch.equal(lens(floats.numpy()).output, lens(floats).output), "numbers stay numbers"
 
 
 def test_an_unreadable_image_is_refused(tmp_path):

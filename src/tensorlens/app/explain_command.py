@@ -70,7 +70,7 @@ def explain_(
     written = one_text(model, text or [])
     check_choice("for", question, QUESTIONS)
     reading.check(model)
-    options.check_file(out, (".json", ".safetensors") if question == "component" else options.SUFFIXES)
+    options.check_file(out, (".html", ".json", ".safetensors") if question == "component" else options.SUFFIXES)
     read = options.read_input(written)
     lens = reading.lens(model)
     with while_waiting("Recording one pass of the model"):

@@ -118,6 +118,10 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(open_picture(Path(value)), model, processor)
     if isinstance(value, str):
         return _from_text(value, model, processor)
+    if isinstance(value, np.ndarray) and _is_bytes_of_picture(value) and "pixel_values" in forward_parameters(model):
+        from PIL import Image
+
+        return _from_image(Image.fromarray(value), model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
         return _from_array(_checked(torch.as_tensor(value), "input"), model)
     if _is_ids(value):
@@ -323,6 +327,11 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # Images --------------------------------------------------------------------------------------------------------------
+
+
+def _is_bytes_of_picture(value: np.ndarray) -> bool:
+    """Whether this is what ``numpy.asarray(image)`` gives: (height, width), or with three or four colours last."""
+    return value.dtype == np.uint8 and (value.ndim == 2 or value.ndim == 3 and value.shape[-1] in (3, 4))
 
 
 def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
