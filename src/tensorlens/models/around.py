@@ -217,7 +217,6 @@ def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) 
 # Which axis of a state holds its channels -----------------------------------------------------------------------------
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_CHANNELS_SECOND = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
 def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidence) -> tuple[int | None, ...]:
@@ -258,9 +257,8 @@ def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, 
     for other, n_channels, axis in witnesses:
         if axis is not None and shape == other and -len(shape) <= axis < len(shape) and shape[axis] == n_channels:
             return axis % len(shape)
-    batch = next((i for i in (0, 1) if shape[i] == 1), None)
     for _, n_channels, _ in witnesses:
-        fitting = [i for i, size in enumerate(shape) if size == n_channels and i != batch]
+        fitting = [i for i, size in enumerate(shape) if size == n_channels]
         if len(fitting) == 1:
             return fitting[0]
     return None
@@ -272,8 +270,6 @@ def _weights_of(module: Any) -> tuple[int | None, int | None]:
         return module.in_channels, 1 - module.weight.dim()
     if isinstance(getattr(module, "in_features", None), int):
         return module.in_features, -1
-    if isinstance(module, _CHANNELS_SECOND):
-        return int(getattr(module, "num_features", None) or module.num_channels), 1  # type: ignore[arg-type]
     weights = list(module.parameters(recurse=False))
     if not weights or any(weight.dim() != 1 for weight in weights):
         return None, None
@@ -301,8 +297,7 @@ def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> Modul
         return None
     calls = [call for call in evidence.calls[: chain[0].number] if call.stop and call.stop <= chain[0].start]
     fitting = [call for call in calls if call.given and call.given[0].shape == first.shape]
-    once = [call for call in fitting if sum(other.module is call.module for other in evidence.calls) == 1]
-    return next((call for call in reversed(once) if is_whole(call.given[0].node)), None)
+    return next((call for call in reversed(fitting) if is_whole(call.given[0].node)), None)
 
 
 # Beside ---------------------------------------------------------------------------------------------------------------

@@ -49,8 +49,6 @@ def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
     encoder, decoder = ask(model, "get_encoder"), ask(model, "get_decoder")
     if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
         return None
-    if id(encoder) not in names or id(decoder) not in names:
-        return None
     of_encoder, of_decoder = main_list(encoder), main_list(decoder)
     if of_encoder is None or of_decoder is None:
         return None
