@@ -19,7 +19,7 @@ from bench.speed.models import body_function, build, device, half, token_ids
 from bench.speed.paper_way import WAYS, patched
 from bench.speed.timing import Timing, clear, timed
 from tensorlens.models.precision import matmul_mode
-from tensorlens.operators.norms import frobenius_norms, sketched_norms
+from tensorlens.operators.spectrum import frobenius_norms, sketched_norms
 from tensorlens.recording.live import Followed
 from tensorlens.studies import perturbation
 

@@ -16,9 +16,15 @@ from tensorlens.axes import Range
 from tensorlens.memory import Portions, in_parts
 from tensorlens.models.precision import compute_type
 from tensorlens.operators import operator as operators
-from tensorlens.operators.norms import frobenius_norms, sketched_norms, spectral_norms
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.operators.spectrum import largest_singular_values, spectral_norm, spectrum
+from tensorlens.operators.spectrum import (
+    frobenius_norms,
+    largest_singular_values,
+    sketched_norms,
+    spectral_norm,
+    spectral_norms,
+    spectrum,
+)
 from tensorlens.program import folding
 from tensorlens.program.paths import wiring
 from tensorlens.recording.recording import Recording, Span

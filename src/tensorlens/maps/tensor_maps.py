@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens.errors import MethodError
 from tensorlens.maps.methods import Question, Scored, Weighed, method
 from tensorlens.models.precision import in_float64
-from tensorlens.operators.norms import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
+from tensorlens.operators.spectrum import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
 from tensorlens.tolerances import TINY
 
 BY_COMPLETENESS = "by completeness"

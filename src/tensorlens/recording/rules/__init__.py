@@ -5,7 +5,7 @@ from tensorlens.recording.rules import (  # noqa: F401
     attention,
     choices,
     linear,
+    modules,
     norms,
     products,
-    recurrent_cells,
 )
