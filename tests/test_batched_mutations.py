@@ -15,7 +15,7 @@ from torch import Tensor
 import tensorlens as tl
 from tensorlens import batches
 from tensorlens.batches import Batch
-from tensorlens.maps import baselines, gradients, tensor_maps
+from tensorlens.maps import baselines, peers, tensor_maps
 from tensorlens.maps.methods import METHODS, Question
 from tensorlens.models.samples import Collated
 from tensorlens.operators.operator import FrozenOperator
@@ -113,7 +113,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[[Patch], None]]] = {
     "a path that ends early": (
         "gpt2",
         "gradient.integrated",
-        patched(gradients, "integrated_gradients", lambda w: lambda *a: w(*a, n_steps=3) if a[1].is_batch else w(*a)),
+        patched(peers, "integrated_gradients", lambda w: lambda *a: w(*a, n_steps=3) if a[1].is_batch else w(*a)),
     ),
 }
 

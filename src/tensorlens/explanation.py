@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
-from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions
-from tensorlens.maps.headlines import headline_of_states, headlined
+from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions, headline_of_states, headlined
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap

@@ -12,8 +12,8 @@ from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
 from tensorlens.errors import MethodError
-from tensorlens.maps import baselines, gradients
-from tensorlens.maps.decomposition import decompose
+from tensorlens.maps import baselines, peers
+from tensorlens.maps.baselines import decompose
 from tensorlens.maps.methods import Question
 from tensorlens.operators.attention_matrices import mixing
 
@@ -271,7 +271,7 @@ def question(T, token):
 
 def explained(T, token, x):
     """The number that gradients are of, by the model itself with another first state."""
-    return question(T, token).explained(gradients._run(T.operator.recording, x[None]), [0])[0]
+    return question(T, token).explained(peers._run(T.operator.recording, x[None]), [0])[0]
 
 
 @pytest.mark.parametrize("name", names(lambda family: True))
@@ -310,7 +310,7 @@ def test_integrated_gradients_are_complete():
     """They sum to the value at X less the value at zero."""
     T = tl.Lens(build("bert-classifier"))(sample("bert-classifier"))
     at = [float(explained(T, 0, x).detach()) for x in (T.input, torch.zeros_like(T.input))]
-    found = gradients.integrated_gradients(T.operator.recording, question(T, 0), [0], n_steps=400)
+    found = peers.integrated_gradients(T.operator.recording, question(T, 0), [0], n_steps=400)
     assert float(found.sum()) == pytest.approx(at[0] - at[1], rel=1e-3)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tensorlens.batches import Asked, DatasetMaps
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.maps.controls import random_scores
 from tensorlens.maps.methods import joins_norms
+from tensorlens.maps.peers import random_scores
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.precision import in_float64

@@ -1,11 +1,15 @@
-"""Gradients of the model itself, nothing held: input times gradient, and integrated gradients.
+"""What maps of the tensor are compared with: rankings that do not use the model, and its own gradients.
 
-They explain the same numbers as the maps of the tensor: the logit of a class where the model has classes at the output,
-its length along the output state otherwise. Both are taken at X⁰, the state entering the first block.
+A method that does not beat the controls says nothing. For decoders, recency is the one to watch: near tokens matter
+most to a language model whatever happens inside it.
+
+Gradients explain the same numbers as the maps of the tensor: the logit of a class where the model has classes at the
+output, its length along the output state otherwise. Both are taken at X⁰, the state entering the first block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorlens.axes import TokenMatrix
 from tensorlens.errors import MethodError
 from tensorlens.maps.methods import Question, Scored, method, unknown_bias
 from tensorlens.maps.tensor_maps import in_class_map, in_out_map
@@ -23,11 +28,54 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording
 
+
+def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> TokenMatrix:
+    """Uniform numbers, the same on every machine for the same seed."""
+    return torch.from_numpy(np.random.default_rng(seed).random((n_out, n_in)))
+
+
+def _by_place(question: Question, of: Callable[[int], Tensor]) -> Scored:
+    """Scores of each sample's own length, padded with zeros where others are longer."""
+    lengths = question.lengths or (len(question.operator.input),) * (max(question.of) + 1)
+    rows = [of(lengths[sample]) for sample in question.of]
+    longest = max(map(len, rows))
+    scores = torch.stack([torch.nn.functional.pad(row, (0, longest - len(row))) for row in rows])
+    return Scored(scores=scores, bias_share=unknown_bias(question))
+
+
+@method("control.random", "Control: random numbers, the same for every input of this length", takes_samples=True)
+def _random(question: Question) -> Scored:
+    if question.is_batch:
+        return _by_place(question, lambda n: random_scores(1, n)[0])
+    scores = random_scores(len(question.out_tokens), len(question.operator.input))
+    return Scored(scores=scores, bias_share=unknown_bias(question))
+
+
+@method("control.recency", "Control: later tokens score higher", takes_samples=True)
+def _recency(question: Question) -> Scored:
+    return _by_place(question, lambda n: torch.arange(n, dtype=torch.float64))
+
+
+@method("control.position", "Control: earlier tokens score higher", takes_samples=True)
+def _position(question: Question) -> Scored:
+    # Never negative, since a study may rank by magnitude.
+    return _by_place(question, lambda n: torch.arange(n, dtype=torch.float64).flip(0))
+
+
+@method("control.embedding_norm", "Control: norm of the state that enters the first block", takes_samples=True)
+def _embedding_norm(question: Question) -> Scored:
+    states = question.recording.states[question.operator.span.start]
+    return Scored(scores=states.norm(dim=-1)[list(question.of)], bias_share=unknown_bias(question))
+
+
 N_STEPS = 32
 """Points along the path of integrated gradients."""
 
 MOST_STATES = {"cuda": 128, "cpu": 8}
 """Points of the paths of all samples at a time, each with its graph."""
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
 
 
 @method(
