@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -13,6 +14,7 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
+from tensorlens.inside.circuit import best_connected
 from tensorlens.inside.stream import Component
 
 CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
@@ -131,7 +133,8 @@ def test_pairs_are_averaged_and_may_have_other_lengths() -> None:
     lens = tl.Lens(zoo.build("gpt2", "sdpa"))
     pairs = [(CLEAN, CORRUPTED), ([1, 2, 3, 4], [1, 9, 3, 4])]
     alone = [tl.circuit(lens, a, b, TARGET, progress=False) for a, b in pairs]
-    both = tl.circuit(lens, *map(list, zip(*pairs, strict=True)), TARGET, progress=False)
+    clean, corrupted = (list(some) for some in zip(*pairs, strict=True))
+    both = tl.circuit(lens, clean, corrupted, TARGET, progress=False)
     torch.testing.assert_close(both.scores, (alone[0].scores + alone[1].scores) / 2)
     f = both.faithfulness((0.25,), progress=False)
     assert f.n_pairs == 2 and f.interval[0] <= f.cpr <= f.interval[1] and len(f.pairs) == 2
@@ -154,6 +157,23 @@ def test_a_budget_gives_a_connected_circuit_that_no_ranking_of_its_size_need_giv
     assert float(circuit.scores[chosen.kept].abs().sum()) <= float(
         circuit.scores[circuit.select(count=9).kept].abs().sum()  # type: ignore[index]
     )
+
+
+def test_a_budget_gives_the_heaviest_connected_circuit() -> None:
+    """Tried against all sets of edges in which every component has an edge in and an edge out."""
+    pytest.importorskip("scipy")
+    is_wired = torch.ones(4, 4).tril().bool()
+    is_wired[1, 1] = False  # two components side by side
+    edges = is_wired.nonzero().tolist()
+    for seed, budget in itertools.product(range(8), (1, 2, 3, 5)):
+        weights = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        sizes: dict[Any, float] = {(): 0.0}
+        for some in itertools.chain.from_iterable(itertools.combinations(edges, n) for n in range(1, budget + 1)):
+            read, written = {r for r, _ in some}, {b for _, b in some}
+            if {b - 1 for b in written if b > 0} == {r for r in read if r < 3}:
+                sizes[tuple(map(tuple, some))] = sum(float(weights[r, b]) for r, b in some)
+        best = max(sizes, key=lambda some: sizes[some])
+        assert best_connected(weights, is_wired, budget).nonzero().tolist() == [list(edge) for edge in best]
 
 
 def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:

@@ -13,25 +13,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_whole, missing_extra
 from tensorlens.files import write_whole
-from tensorlens.inside.circuit_selection import best_connected
 from tensorlens.inside.faithfulness import SHARES, Faithfulness, Unit, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
 from tensorlens.inside.stream import Component
-from tensorlens.inside.target import Explained, Pass
-from tensorlens.inside.wiring import TARGET, CircuitWiring, Streams
+from tensorlens.inside.target import Explained
+from tensorlens.inside.wiring import TARGET, InputPair, scored_pair
 from tensorlens.maps.defaults import OUT_TOKEN
-from tensorlens.maps.targets import Target, Weights
-from tensorlens.memory import fitting
+from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import in_float64
-from tensorlens.recording.conventions import Rules
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
 
@@ -45,19 +42,12 @@ STEPS = 5
 SHOWN = 300
 """Edges of a graph, where nothing was selected."""
 
+CANDIDATES = 20
+"""Edges that may be chosen, as a multiple of the budget: the heaviest, and of every component the two heaviest."""
 
-@dataclass(frozen=True, eq=False)
-class InputPair:
-    """One pair of inputs: its wires, the corrupted run, and the target in the clean one."""
-
-    wiring: CircuitWiring
-    corrupted: Streams
-    value: float
-
-    @property
-    def gap(self) -> float:
-        """The difference between the clean and the corrupted input."""
-        return self.value - self.corrupted.value
+SECONDS = 60.0
+GAP = 1e-3
+"""The search stops once it is proved to be this near the optimum, or after this number of seconds."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -177,7 +167,7 @@ class Circuit:
         masks = [self._best(round(share * self.size), order) for share in sizes]
         masks += [] if self.kept is None else [self.kept]
         edges = torch.stack([self._edges(mask) for mask in masks])
-        rows = [judged(pair, edges) for pair in tqdm(self.pairs, disable=None if progress is None else not progress)]
+        rows = [pair.recovered(edges) for pair in tqdm(self.pairs, disable=None if progress is None else not progress)]
         selected = None
         if self.kept is not None:
             of_kept = [row.pop() for row in rows]
@@ -267,22 +257,6 @@ class Circuit:
         yield table(columns, rows, numbers=(len(columns) - 1,))
 
 
-def judged(pair: InputPair, edges: Tensor) -> list[float]:
-    """F of circuits (circuit, reader, writer) in the model, some at a time."""
-    run, clean = pair.wiring.run, pair.wiring.run.operator.input
-    if pair.gap == 0:
-        raise MethodError("The target is the same for the clean and the corrupted input, so nothing can be recovered.")
-    width = max(map(len, pair.wiring.readers))
-    bytes_each = clean.nbytes * (edges.shape[2] * 2 + 16 * width)
-    most = fitting(bytes_each, len(edges), run.operator.device)
-    found = list[float]()
-    for some in edges.split(most):
-        cancel.check()
-        logits, _ = pair.wiring.judged(some.to(run.operator.device), pair.corrupted, clean)
-        found += [(run.read(one) - pair.corrupted.value) / pair.gap for one in logits]
-    return found
-
-
 # Scoring --------------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +300,7 @@ def circuit(
     for one, other, wanted in tqdm(items, unit=" pairs", disable=None if progress is None else not progress):
         cancel.check()
         asked = Explained.of(lens(one), out_token, wanted)
-        pair, found = _scored(lens, asked, other, steps if scores == "integrated" else None)
+        pair, found = scored_pair(lens, asked.run(), other, steps if scores == "integrated" else None)
         pairs.append(pair)
         sums.append(found)
     assert asked is not None, "there is at least one pair"
@@ -359,45 +333,56 @@ def _items(clean: Any, corrupted: Any, target: Any) -> list[tuple[Any, Any, Any]
     return list(zip(clean, corrupted, targets, strict=True))
 
 
-def _scored(lens: Any, asked: Explained, corrupted: Any, steps: int | None) -> tuple[InputPair, tuple[Tensor, Tensor]]:
-    """A pair, and the scores of its edges (reader, writer) and writers (writer,)."""
-    run = asked.run()
-    wiring, specimen = CircuitWiring(run), lens.specimen
-    arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
-    own = run.recording.from_model("A circuit").inputs
-    streams = wiring.streams(arguments)
-    if streams.leaving.shape[1:] != run.operator.input.shape:
-        n = streams.leaving.shape[1]
-        raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {n} tokens.")
-    is_wired = wiring.is_wired()
-    _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
-    pair = InputPair(wiring, streams, wiring.streams(own).value)
-    if steps is None:
-        read, written = wiring.cotangents(run)
-    else:
-        read, written = _integrated(specimen, wiring, own, arguments, steps, run.weights)
-    edges = torch.einsum("rij,wij->rw", in_float64(read), in_float64(moved)).cpu()
-    effects = (in_float64(written) * in_float64(moved)).sum((1, 2)).cpu()
-    return pair, (torch.where(is_wired, edges, 0), effects)
+# The heaviest connected circuit ---------------------------------------------------------------------------------------
 
 
-def _integrated(
-    specimen: Any, wiring: CircuitWiring, clean: dict[str, Any], corrupted: dict[str, Any], steps: int, weights: Weights
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of the model's own gradient, averaged along the way from the corrupted embedding to the clean one."""
-    embedding = wiring.run.recording.from_model("A circuit").anatomy.embedding
-    if embedding is None or "input_ids" not in clean:
-        raise MethodError("Integrated gradients between two inputs need token ids and their embedding.")
-    with torch.no_grad():
-        end, start = (embedding(one["input_ids"]) for one in (clean, corrupted))
-    rules = Rules.jacobian(include_final_norm=wiring.run.recording.rules.include_final_norm)
-    at = type(specimen)(specimen.model, specimen.processor, rules, specimen.blocks, specimen.name)
-    rest = {name: value for name, value in clean.items() if name != "input_ids"}
-    read = written = torch.zeros(())
-    for k in range(1, steps + 1):
-        cancel.check()
-        recording = at.record(rest | {"inputs_embeds": start + k / steps * (end - start)})
-        run = Pass(type(wiring.run.operator)(recording), weights, wiring.run.out_token)
-        more = CircuitWiring(run).cotangents(run)
-        read, written = read.to(more[0]) + more[0] / steps, written.to(more[1]) + more[1] / steps
-    return read, written
+def best_connected(weights: Tensor, is_wired: Tensor, budget: int) -> Tensor:
+    r"""(reader, writer): the heaviest edges, at most `budget`, each on a path from the embedding to the target.
+
+    An integer programme:
+
+        maximise Σ_e w_e x_e   over x ∈ {0, 1}^edges, z ∈ {0, 1}^components
+        Σ_e x_e ≤ budget,   x_{b→r} ≤ z_b,   x_{b→r} ≤ z_r,   z_c ≤ Σ_b x_{b→c},   z_c ≤ Σ_r x_{c→r}
+
+    with z_c = 1 if component c is in the circuit: every component in it has an edge in and an edge out. The embedding
+    needs no edge into it, and the target none out of it.
+    """
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise missing_extra("A budget", "scipy", "circuits") from error
+    reader, writer = _candidates(weights, is_wired, budget).T.numpy()
+    n, n_inner = len(reader), len(weights) - 1  # edges; components, without the embedding and the target
+    ends, edge = (reader, writer - 1), np.arange(n)  # components by number: the embedding is -1, the target n_inner
+    is_free = [(some < 0) | (some == n_inner) for some in ends]
+    into, out = (  # (component, edge)
+        sparse.csr_array((np.ones(n)[~free], (some[~free], edge[~free])), shape=(n_inner, n))
+        for some, free in zip(ends, is_free, strict=True)
+    )
+    one_each, one = sparse.eye_array(n), sparse.eye_array(n_inner)
+    rows = [[np.ones((1, n)), None], [one_each, -into.T], [one_each, -out.T], [-into, one], [-out, one]]
+    upper: Any = np.concatenate([[budget], *is_free, np.zeros(2 * n_inner)])
+    found: Any = optimize.milp(
+        np.concatenate([-weights.numpy()[reader, writer], np.zeros(n_inner)]),
+        constraints=optimize.LinearConstraint(sparse.block_array(rows, format="csr"), ub=upper),
+        integrality=np.ones(n + n_inner),
+        bounds=optimize.Bounds(0, 1),
+        options={"time_limit": SECONDS, "mip_rel_gap": GAP},
+    )
+    if found.x is None:
+        raise MethodError(f"No circuit of {budget} edges was found: {found.message}. Choose a larger budget.")
+    kept = torch.zeros_like(is_wired)
+    kept[reader, writer] = torch.from_numpy(found.x[:n] > 0.5)
+    return kept
+
+
+def _candidates(weights: Tensor, is_wired: Tensor, budget: int) -> Tensor:
+    """(edge, 2): reader and writer of the edges that may be chosen."""
+    sizes = torch.where(is_wired, weights.abs(), -1.0)
+    chosen = torch.zeros_like(is_wired)
+    most = min(int(is_wired.sum()), CANDIDATES * budget)
+    chosen.view(-1)[sizes.flatten().topk(most).indices] = True
+    n = min(2, sizes.shape[1])
+    chosen.scatter_(1, sizes.topk(n, dim=1).indices, True)
+    chosen.scatter_(0, sizes.topk(n, dim=0).indices, True)
+    return (chosen & is_wired).nonzero()

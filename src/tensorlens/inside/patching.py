@@ -220,7 +220,10 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
         return (lambda part: part.of(ours[part.slot])), (lambda part: part.of(theirs[part.slot]))
     other = specimen.look(prepared)
     if other.shape != run.operator.shape:
-        raise InputError(f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens.")
+        raise InputError(
+            f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens. Replace words by "
+            "others of as many tokens."
+        )
     twin = Pass(other.operator, run.weights, run.out_token)
     return run.written, lambda part: twin.written(twin.parts[part.component])
 

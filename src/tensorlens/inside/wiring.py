@@ -24,15 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens import cancel
-from tensorlens.errors import MethodError
+from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.block import Block, Part
 from tensorlens.inside.seats import Arguments, Seat, readout_of_model, repeated_arguments, seat_of
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Pass
+from tensorlens.maps.targets import Weights
+from tensorlens.memory import fitting
 from tensorlens.models.layouts import replace_state, state_of
+from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import AtModule
 from tensorlens.program.marks import MOVES
 from tensorlens.program.nodes import Held, leaves
+from tensorlens.recording.conventions import Rules
 from tensorlens.tolerances import repeated
 
 STRAIGHT = frozenset([*MOVES, "linear", "matmul", "add", "cast"])
@@ -320,3 +324,83 @@ def _is_straight(block: Block, start: int, end: int) -> bool:
         if step.operation not in STRAIGHT and not (step.operation == "mul" and all(n in weights for n in held)):
             return False
     return True
+
+
+# Pairs of inputs ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class InputPair:
+    """One pair of inputs: its wires, the corrupted run, and the target in the clean one."""
+
+    wiring: CircuitWiring
+    corrupted: Streams
+    value: float
+
+    @property
+    def gap(self) -> float:
+        """The difference between the clean and the corrupted input."""
+        return self.value - self.corrupted.value
+
+    def recovered(self, edges: Tensor) -> list[float]:
+        """F of circuits (circuit, reader, writer) in the model, some at a time."""
+        run, clean = self.wiring.run, self.wiring.run.operator.input
+        if self.gap == 0:
+            raise MethodError(
+                "The target is the same for the clean and the corrupted input, so nothing can be recovered."
+            )
+        width = max(map(len, self.wiring.readers))
+        bytes_each = clean.nbytes * (edges.shape[2] * 2 + 16 * width)
+        most = fitting(bytes_each, len(edges), run.operator.device)
+        found = list[float]()
+        for some in edges.split(most):
+            cancel.check()
+            logits, _ = self.wiring.judged(some.to(run.operator.device), self.corrupted, clean)
+            found += [(run.read(one) - self.corrupted.value) / self.gap for one in logits]
+        return found
+
+
+def scored_pair(lens: Any, run: Pass, corrupted: Any, steps: int | None) -> tuple[InputPair, tuple[Tensor, Tensor]]:
+    """A pair, and the scores of its edges (reader, writer) and writers (writer,)."""
+    wiring, specimen = CircuitWiring(run), lens.specimen
+    arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
+    own = run.recording.from_model("A circuit").inputs
+    streams = wiring.streams(arguments)
+    if streams.leaving.shape[1:] != run.operator.input.shape:
+        n = streams.leaving.shape[1]
+        raise InputError(
+            f"Expected two inputs of the same length; got {run.n_tokens} and {n} tokens. Replace words by others of as "
+            "many tokens."
+        )
+    is_wired = wiring.is_wired()
+    _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
+    pair = InputPair(wiring, streams, wiring.streams(own).value)
+    if steps is None:
+        read, written = wiring.cotangents(run)
+    else:
+        read, written = _integrated(specimen, wiring, own, arguments, steps, run.weights)
+    edges = torch.einsum("rij,wij->rw", in_float64(read), in_float64(moved)).cpu()
+    effects = (in_float64(written) * in_float64(moved)).sum((1, 2)).cpu()
+    return pair, (torch.where(is_wired, edges, 0), effects)
+
+
+def _integrated(
+    specimen: Any, wiring: CircuitWiring, clean: dict[str, Any], corrupted: dict[str, Any], steps: int, weights: Weights
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of the model's own gradient, averaged along the way from the corrupted embedding to the clean one."""
+    embedding = wiring.run.recording.from_model("A circuit").anatomy.embedding
+    if embedding is None or "input_ids" not in clean:
+        raise MethodError("Integrated gradients between two inputs need token ids and their embedding.")
+    with torch.no_grad():
+        end, start = (embedding(one["input_ids"]) for one in (clean, corrupted))
+    rules = Rules.jacobian(include_final_norm=wiring.run.recording.rules.include_final_norm)
+    at = type(specimen)(specimen.model, specimen.processor, rules, specimen.blocks, specimen.name)
+    rest = {name: value for name, value in clean.items() if name != "input_ids"}
+    read = written = torch.zeros(())
+    for k in range(1, steps + 1):
+        cancel.check()
+        recording = at.record(rest | {"inputs_embeds": start + k / steps * (end - start)})
+        run = Pass(type(wiring.run.operator)(recording), weights, wiring.run.out_token)
+        more = CircuitWiring(run).cotangents(run)
+        read, written = read.to(more[0]) + more[0] / steps, written.to(more[1]) + more[1] / steps
+    return read, written
