@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def decompositions(name, attention="eager"):
     return T, [decompose(recording, n, mixing(recording, n)) for n in range(T.n_blocks)]
 
 
-def tolerance(name):
+def tolerance(name: str) -> dict[str, Any]:
     return dict(rtol=1e-5, atol=1e-6) if ZOO[name].casts else dict(rtol=1e-9, atol=1e-11)
 
 
@@ -123,7 +123,7 @@ def test_sources_add_up_where_no_norm_sees_the_sum(name):
 
 def norm_of(module, y, v):
     """A norm with the scale of y applied to v; written out for one token."""
-    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
+    eps = float(getattr(module, "eps", None) or module.variance_epsilon)
     weight = module.weight.detach() + (1.0 if "Gemma" in type(module).__name__ else 0.0)
     if isinstance(module, nn.LayerNorm):
         sigma = math.sqrt(float(((y - y.mean()) ** 2).mean()) + eps)
@@ -147,8 +147,11 @@ def twin(name):
             c = torch.stack(
                 [
                     sum(
-                        at.attention[h, i, j] * (at.values[h, j] @ w_out[h * width : (h + 1) * width])
-                        for h in range(n_heads)
+                        (
+                            at.attention[h, i, j] * (at.values[h, j] @ w_out[h * width : (h + 1) * width])
+                            for h in range(n_heads)
+                        ),
+                        start=torch.zeros(()),
                     )
                     for j in range(L)
                 ]
@@ -339,7 +342,7 @@ def test_controls():
 @pytest.mark.large  # captum comes with the oracles, in `make test-all`
 @pytest.mark.parametrize("method", ["gradient.times_input", "gradient.integrated"])
 def test_captum_finds_the_same_gradients(method):
-    from captum.attr import InputXGradient, IntegratedGradients
+    captum = pytest.importorskip("captum.attr")
 
     model = build("llama")
     T = tl.Lens(model)(sample("llama"))
@@ -349,6 +352,6 @@ def test_captum_finds_the_same_gradients(method):
 
     x = T.input[None].clone().requires_grad_()
     options = {"n_steps": 32, "method": "gausslegendre"} if method == "gradient.integrated" else {}
-    oracle = (IntegratedGradients if options else InputXGradient)(logit).attribute(x, **options)
+    oracle = (captum.IntegratedGradients if options else captum.InputXGradient)(logit).attribute(x, **options)
     found = T.map(method, out_token=-1, target=7).scores[0]
     assert torch.allclose(found, oracle[0].sum(-1).detach(), rtol=1e-4, atol=1e-7)
