@@ -22,7 +22,7 @@ import numpy as np
 
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.studies.judge_study import reciprocal_rank
-from tensorlens.studies.report import interval
+from tensorlens.studies.report import FEW_UNITS, interval
 
 FOLDER = Path(__file__).parent / "records"
 SETS = (
@@ -93,6 +93,7 @@ KINDS = {
     "needles": Kind("passage", first, "needle first", False),
     "injections": Kind("passage", recovery, "share of the injected tokens in the top 20 %", False),
     "context": Kind("context", ordered, "more from what was used", False),
+    "reactions": Kind("atom", ordered, "a reacting atom above another", False),
     "patching": Kind("component", correlation, "correlation with patching the model", False),
 }
 """By judge: the question, the measure, and whether halves are made of sets."""
@@ -222,10 +223,17 @@ def of_sets(sets: dict[str, dict[str, float]]) -> float:
 
 
 def interval_of(sets: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the mean of means, items drawn within their sets."""
-    draw = np.random.default_rng(0)
-    means = [np.array(some)[draw.integers(len(some), size=(DRAWS, len(some)))].mean(1) for some in sets if len(some)]
-    return interval(np.mean(means, 0)) if means else (float("nan"), float("nan"))
+    """The 95 % bootstrap interval of the mean of means, items drawn within their sets.
+
+    Where a set has too few items to vary, such as an injected goal with one, the sets are drawn too.
+    """
+    kept, draw = [np.array(some) for some in sets if len(some)], np.random.default_rng(0)
+    if not kept:
+        return float("nan"), float("nan")
+    means = np.stack([some[draw.integers(len(some), size=(DRAWS, len(some)))].mean(1) for some in kept])
+    if len(kept) > 1 and min(map(len, kept)) < FEW_UNITS:
+        means = np.take_along_axis(means, draw.integers(len(kept), size=means.shape), 0)
+    return interval(means.mean(0))
 
 
 def less(run: Records, a: Row, b: Row) -> tuple[float, float, float]:

@@ -304,6 +304,7 @@ class PaperTable:
     def _open(self, options: PerturbationOptions, settings: Mapping[str, Any]) -> list[str]:
         token = settings["data"].get("replacement_token")
         norms = "as they are" if options.raw_norms else "with rows divided by their sums"
+        kept = options.keep_first
         by = "articles" if options.cut == "windows" else "labels" if self.protocol.stratify else "nothing"
         return [
             f"number of samples: {options.limit}, drawn at random with seed {options.seed}, in turn by {by}"
@@ -311,8 +312,8 @@ class PaperTable:
             else f"number of samples: the first {options.limit} in the order of the file",
             f"grid of masked shares: {', '.join(f'{100 * share:g} %' for share in options.grid)}",
             f"replacement: {', '.join(settings['replacements'])}{f' ({token})' if token else ''}",
-            f"which tokens may go: all but special ones and the first {options.keep_first}; the last one of a decoder "
-            "under paper-like",
+            f"which tokens may go: all but special ones{f' and the first {kept}' if kept else ''}; the last one of a "
+            "decoder under paper-like",
             f"norms in rollouts and means: {norms}",
             f"norm of T: {'exact' if options.norm_probes is None else f'sketched by {options.norm_probes} probes'}",
             "scale of the AUC: both are given, the mean height and the area over the range of shares",
