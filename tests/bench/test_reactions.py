@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import tensorlens as tl
 from bench.judges.reactions import ATOM, TEMPLATES, lines, reactions
 from tiny_language import tiny_lens
 
@@ -31,8 +30,6 @@ def test_a_line_has_the_score_of_the_token_of_each_atom():
     found = next(lines(lens, 1, ("paper",), ("control.position", "alti_of_nothing")), None)
     assert found is not None and len(found["truth"]) == len(found["scores"]["control.not_carbon"])
     one = next(one for one in reactions(1) if one.template == found["set"])
-    T = lens(one.text)
-    assert isinstance(T, tl.AttentionTensor)
-    scores = T.map("tensor.in_class", -1).scores[0].tolist()
-    starts = [start for start, _ in one.atoms]
-    assert found["scores"]["tensor.in_class"] == [float(f"{scores[start]:.5g}") for start in starts]
+    scores = lens(one.text).map("tensor.in_class").scores[0].tolist()  # a token per character
+    assert len(scores) == len(one.text) and "alti_of_nothing" not in found["scores"]
+    assert found["scores"]["tensor.in_class"] == [float(f"{scores[start]:.5g}") for start, _ in one.atoms]
