@@ -2,9 +2,9 @@
 
 The program of a batch is block-diagonal, F(X₁, …, X_b) = (T₁X₁ + B₁, …, T_bX_b + B_b), so one pull gives every sample's
 own row. That samples do not mix is checked, not assumed: no fixed value may combine several of them, and no sample may
-reach another. Shorter texts are padded at their end. In the first batch the shortest sample is also mapped alone; if
-padding changes it, only samples of equal length are batched, and if that does not help, each is mapped alone. The
-`meta` of the results says so.
+reach another. Shorter texts are padded at their end. In the first batch the shortest sample and another one are also
+mapped alone; if they differ, only samples of equal length are batched, and if that does not help, each is mapped alone.
+The `meta` of the results says so.
 """
 
 from __future__ import annotations
@@ -180,10 +180,16 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
 
     def is_separable(self) -> bool:
-        """Whether samples stay separate, and the one that is padded most gives the same as alone."""
-        if len(self) == 1 or self.mixing is not None:
-            return self.mixing is None
-        i = self.shortest[-1]
+        """Whether samples stay separate: the one that is padded most gives the same as alone.
+
+        If a fixed value may combine samples, all of them must: such values are those of a sample alone as long as no
+        sample has changed another's, by a full expert for example.
+        """
+        if len(self) == 1 or carries_across(self.recording):
+            return len(self) == 1
+        return all(map(self._is_as_alone, self.shortest[-1:] if self.mixing is None else range(len(self))))
+
+    def _is_as_alone(self, i: int) -> bool:
         alone = self.specimen.look(self.prepared[i]).output
         state = self.recording.states[-1][i, : len(alone)]
         return bool((state - alone).norm() <= _rounding(alone.dtype, alone.is_cuda) * alone.norm())
@@ -312,12 +318,13 @@ def carries_across(recording: Recording) -> bool:
     if steps in known:
         return False
     x, span = recording.states[0], Span(0, recording.n_blocks)
-    for first in (0, 1):
-        probe = torch.zeros_like(x)
-        probe[first::2] = torch.nan
-        found = recording.push(probe, span, linear=True)
-        if bool(found[1 - first :: 2].isnan().any()):
-            return True
+    numbers = torch.arange(len(x), device=x.device)
+    for bit in range((len(x) - 1).bit_length()):  # any two samples differ in some bit of their numbers
+        for gone in (numbers >> bit & 1 == 1, numbers >> bit & 1 == 0):
+            probe = torch.zeros_like(x)
+            probe[gone] = torch.nan
+            if bool(recording.push(probe, span, linear=True)[~gone].isnan().any()):
+                return True
     known.add(steps)
     return False
 
@@ -452,7 +459,7 @@ class InBatches:
         return max(1, sum(max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Results]]:
-        """Start one batch; in the first one, the shortest sample is also made alone."""
+        """Start one batch; in the first one, the shortest sample and another are also made alone."""
         if len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             alone = [self._noted(self.make_alone(one)) for one in prepared]
             return lambda: alone
@@ -469,14 +476,18 @@ class InBatches:
         n_tokens = len(prepared) * max(batch.lengths)
         self._held[self.specimen.rules] = max(1, batch.recording.program.held_bytes) / n_tokens
         begun = self.begin_batch(batch)
-        checked = None if self._is_checked else self._random.choice(batch.shortest)
-        alone = {} if checked is None else self.make_alone(prepared[checked])
+        checked = list[int]()
+        if not self._is_checked:
+            checked.append(self._random.choice(batch.shortest))
+            checked.append(self._random.choice([i for i in range(len(batch)) if i not in checked]))
+        alone = {i: self.make_alone(prepared[i]) for i in checked}
         self._is_checked = True
 
         def finish() -> list[Results]:
             every = {name: made() for name, made in begun.items()}
             found: list[Results] = [{name: made[i] for name, made in every.items()} for i in range(len(prepared))]
-            wrong = {name for name, one in alone.items() if not self._agree(found[checked or 0][name], one)}
+            pairs = [(name, found[i][name], one) for i, made in alone.items() for name, one in made.items()]
+            wrong = {name for name, together, one in pairs if not self._agree(together, one)}
             if wrong and len(wrong) < len(self.names):
                 self.go_alone |= wrong
                 raise _Otherwise

@@ -107,6 +107,67 @@ def test_what_one_sample_does_to_all_is_noticed(gate: Callable[[Tensor], Tensor]
             assert gap(found.scores, lens(row).map(method, out_token=-1).scores) < 1e-6
 
 
+def by_opposite(z: Tensor) -> Tensor:
+    return z * z.flip(0).tanh()
+
+
+def test_a_sample_that_is_its_own_opposite_is_not_the_only_one_looked_at() -> None:
+    model: Any = WithHead()
+    model.blocks = nn.ModuleList([Block(mlp=FeedForward(by_opposite)) for _ in range(2)])
+    lens = tl.Lens(randomised(model))
+    rows = [*ROWS, [4, 20, 11, 9], [8, 8, 1, 2]]
+    found = lens.maps(rows, batch_size=3, progress=False)
+    assert all(gap(one.scores, lens(row).map().scores[-1:]) < 1e-6 for one, row in zip(found, rows, strict=True))
+
+
+class Experts(nn.Module):
+    """One expert for each token, by a softmax; `most` tokens each."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.router, self.experts, self.most = nn.Linear(D, 4), nn.ModuleList(FeedForward() for _ in range(4)), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        shares, chosen = self.router(rows).softmax(-1).topk(1, -1)
+        found = torch.zeros_like(rows)
+        for n, expert in enumerate(self.experts):
+            taken = self.taken(chosen, n)
+            found = found.index_add(0, taken, expert(rows[taken]) * shares[taken])
+        return found.view_as(x)
+
+    def taken(self, chosen: Tensor, n: int) -> Tensor:
+        return (chosen[:, 0] == n).nonzero()[:, 0][: self.most]
+
+
+class ByPython(Experts):
+    def taken(self, chosen: Tensor, n: int) -> Tensor:
+        return torch.tensor([i for i, one in enumerate(chosen.flatten().tolist()) if one == n][: self.most]).long()
+
+
+def of_experts(kind: Callable[[int], nn.Module], most: int) -> nn.Module:
+    model: Any = WithHead()
+    model.blocks = nn.ModuleList([Block(mlp=kind(most)) for _ in range(2)])
+    return randomised(model)
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+@pytest.mark.parametrize("kind", [Experts, ByPython])
+def test_experts_of_a_softmax_that_are_full_are_noticed_in_every_batch(kind: Any, member: str) -> None:
+    lens = tl.Lens(of_experts(kind, 5), rules=getattr(tl.Rules, member)())
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 29, (n,), generator=generator).tolist() for n in (1, 1, 2, 2, 3, 3, 4, 5, 6, 6, 5, 6)]
+    for found, row in zip(lens.maps(rows, batch_size=4, progress=False), rows, strict=True):
+        assert gap(found.scores, lens(row).map().scores[-1:]) < 1e-6
+
+
+@pytest.mark.parametrize("member", ["paper", "jacobian"])
+def test_experts_with_room_for_all_are_a_batch(member: str) -> None:
+    lens = tl.Lens(of_experts(Experts, 100), rules=getattr(tl.Rules, member)())
+    for found, row in zip(lens.batch(ROWS).maps(), ROWS, strict=True):
+        assert gap(found.scores, lens(row).map().scores[-1:]) < 1e-6
+
+
 def test_a_sample_that_can_be_cut_out_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(randomised(WithHead()))
     batch = lens.batch(ROWS)
@@ -121,7 +182,13 @@ def test_a_batch_of_one() -> None:
 
 def test_a_second_text_of_another_length_is_not_filled_up() -> None:
     config = transformers.T5Config(
-        d_model=16, d_ff=24, num_layers=1, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0
+        d_model=16,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        d_kv=8,
+        vocab_size=40,
+        decoder_start_token_id=0,  # pyright: ignore[reportCallIssue]
     )
     torch.manual_seed(0)
     lens = tl.Lens(transformers.T5ForConditionalGeneration(config).double().eval())

@@ -129,8 +129,8 @@ class _Comparing(InBatches):
                 raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")
         first = _encoder(lens, "lens")
         self.encoders = encoders = (first, first if other is None else _encoder(other, "other"))
-        # A batch is worth its check from three on. With late interaction every token has a vector, too much for many.
-        super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 3 else None)
+        # A batch is worth its check from four on. With late interaction every token has a vector, too much for many.
+        super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 4 else None)
         self.pooling, self.groups = pooling, groups
         self.measure: Measure = measure
         (query,), self.others = _prepared(first[0], {"a": value}), _prepared(encoders[1][0], others)

@@ -53,6 +53,9 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
 
+DECIDES = words("topk sort argsort argmax argmin max min kthvalue gt ge lt le eq ne nonzero multinomial")
+"""Functions of held numbers whose results are decisions, such as the experts of a router."""
+
 LEAVES = words("tolist numpy array dlpack")
 PRODUCTS_OF_INTEGERS = words("matmul mm bmm linear _int_mm")
 COUNTS = KEEPS_ROLE | PRODUCTS_OF_INTEGERS | words("neg sum mean cat stack int long short char clamp")
@@ -420,14 +423,16 @@ class Tape:
             return self._of_whole_numbers(name, function, args, kwargs, result)
         if Role.CHOICE in roles:
             return self._of_choices(name, result, args, kwargs)
+        if self.n_samples > 1 and name in DECIDES:
+            return self.held(result, Role.CHOICE)
         role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
         return result if role is None else self.held(result, role)
 
     def _check_choices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a function that compares, counts or orders decisions along an axis with several samples in it."""
         x = args[0]
-        if name == "item" and isinstance(x, Tensor):
-            self.note_mixing("item")
+        if (name == "item" or name in LEAVES) and isinstance(x, Tensor):
+            self.note_mixing(name)
         if name not in ACROSS or not isinstance(x, Tensor) or not x.dim():
             return
         dims = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, (int, tuple, list))), None))
@@ -438,7 +443,7 @@ class Tape:
 
     def held(self, value: Any, role: Role | None) -> Any:
         """Held tensors with a role."""
-        if type(value) is tuple or type(value) is list:
+        if isinstance(value, (tuple, list)):
             return type(value)([self.held(part, role) for part in value])
         return self._followed(value, WithRole, role) if type(value) is Tensor and role is not None else value
 
