@@ -75,16 +75,10 @@ def _listen(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for candidate in (port,) if port is not None else (*range(FIRST_PORT, FIRST_PORT + 20), 0):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, candidate))
+        try:  # a visitor now waits: the address is printed before the server is up
+            return socket.create_server((host, candidate), family=family)
         except OSError as error:
-            listener.close()
             reason = error.strerror or str(error)
-            continue
-        listener.listen()  # a visitor now waits: the address is printed before the server is up
-        return listener
     raise InputError(f"Cannot serve on {host}, port {port}: {reason}. Choose another --port or --host.")
 
 

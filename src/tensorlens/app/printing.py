@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 from tensorlens.files import to_json
 from tensorlens.views.captions import badge
+from tensorlens.views.printing import table
 
 if TYPE_CHECKING:
     from tensorlens.maps.token_map import TokenMap
@@ -97,12 +96,10 @@ def print_json(content: Any) -> None:
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows with the same keys as a table; outside a terminal as wide as its cells, so that no cell is broken."""
-    table = Table(*rows[0], box=None, pad_edge=False, header_style="dim")
-    table.columns[0].no_wrap = True
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row.values()))
+    shown = table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
+    shown.columns[0].no_wrap = True
     console = Console(highlight=False)
     if not console.is_terminal:
-        widest = Measurement.get(console, console.options.update(width=10_000), table).maximum
+        widest = Measurement.get(console, console.options.update(width=10_000), shown).maximum
         console.width = max(console.width, widest)
-    console.print(table)
+    console.print(shown)

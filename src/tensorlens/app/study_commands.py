@@ -47,9 +47,9 @@ class PerturbChoices:
 
     methods: Annotated[str | None, typer.Option(help=METHODS)] = None
     limit: Annotated[int | None, typer.Option(help="Largest number of samples.", min=1)] = None
-    preset: Annotated[list[str] | None, typer.Option(help=PRESETS)] = None
-    replacement: Annotated[list[str] | None, typer.Option(help=REPLACEMENTS)] = None
-    tokens: Annotated[int, typer.Option(help="Texts are cut to this many tokens.", min=3)] = 128
+    presets: Annotated[list[str] | None, typer.Option("--preset", help=PRESETS)] = None
+    replacements: Annotated[list[str] | None, typer.Option("--replacement", help=REPLACEMENTS)] = None
+    n_tokens: Annotated[int, typer.Option("--tokens", help="Texts are cut to this many tokens.", min=3)] = 128
     min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1
     windows: Annotated[bool, typer.Option(help="Join all texts, then cut them into windows.")] = False
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
@@ -66,19 +66,15 @@ class PerturbChoices:
 
     def named(self) -> dict[str, Any]:
         """The same by the names of `PerturbationOptions`; typos are refused before torch is imported."""
-        methods = None if self.methods is None else listed(self.methods)
-        for name in methods or ():
+        chosen = vars(self) | {"presets": self.presets or ("strict",), "replacements": self.replacements or None}
+        chosen["cut"] = "windows" if chosen.pop("windows") else "each"
+        if self.methods is not None:
+            chosen["methods"] = listed(self.methods)
+        for name in chosen["methods"] or ():
             check_name_with_member(name)
-        grid = None if self.grid is None else numbers(self.grid, float, "grid", "fractions such as 0,0.1,0.2")
-        same = ("limit", "min_tokens", "column", "split", "absolute", "seed", "norm_probes", "batch_size")
-        return {name: getattr(self, name) for name in same} | {
-            "methods": methods,
-            "presets": self.preset or ("strict",),
-            "replacements": self.replacement or None,
-            "n_tokens": self.tokens,
-            "cut": "windows" if self.windows else "each",
-            **({} if grid is None else {"grid": grid}),
-        }
+        if chosen.pop("grid") is not None:
+            chosen["grid"] = numbers(str(self.grid), float, "grid", "fractions such as 0,0.1,0.2")
+        return chosen
 
 
 def perturb(
@@ -203,26 +199,18 @@ class RelationChoices:
     """The options of the study as they are written on the command line; see `RelationOptions`."""
 
     limit: Annotated[int | None, typer.Option(help="Largest number of relations per category.", min=1)] = None
-    splits: Annotated[int, typer.Option(help="Train-test splits per relation.", min=1)] = 6
-    examples: Annotated[int, typer.Option(help="Training examples per split (m).", min=1)] = 3
+    n_splits: Annotated[int, typer.Option("--splits", help="Train-test splits per relation.", min=1)] = 6
+    n_train: Annotated[int, typer.Option("--examples", help="Training examples per split (m).", min=1)] = 3
     max_test: Annotated[int, typer.Option(help="Largest number of test facts per split.", min=1)] = 100
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0"
-    category: Annotated[list[str] | None, typer.Option(help="Only this category. Repeatable.")] = None
-    lre: Annotated[bool, typer.Option(help="Whether to run LRE as well.")] = True
+    categories: Annotated[list[str] | None, typer.Option("--category", help="Only this category. Repeatable.")] = None
+    with_lre: Annotated[bool, typer.Option("--lre/--no-lre", help="Whether to run LRE as well.")] = True
     seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
 
     def named(self) -> dict[str, Any]:
         """The same by the names of `RelationOptions`; typos are refused before torch is imported."""
-        return {
-            "limit": self.limit,
-            "n_splits": self.splits,
-            "n_train": self.examples,
-            "max_test": self.max_test,
-            "starts": tuple(numbers(self.starts, int, "starts", "blocks such as 0,6,12")),
-            "categories": tuple(self.category) if self.category else None,
-            "with_lre": self.lre,
-            "seed": self.seed,
-        }
+        starts = numbers(self.starts, int, "starts", "blocks such as 0,6,12")
+        return vars(self) | {"starts": tuple(starts), "categories": tuple(self.categories or ()) or None}
 
 
 def relations_(
