@@ -3,33 +3,16 @@
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
 import { Result } from "./result.js";
+import { FormLink } from "./state.js";
 
 const { element, visible, button } = window.TensorLens;
-const PAGE = "page=answer";
 const EXAMPLE = "Anna lives in Rome. Bob lives in Berlin. The weather was fine on Monday.\n\nQuestion: Where does Bob live?\nAnswer: Bob lives in";
 const GROUPS = [["sentences", "sentences"], ["lines", "lines"], ["words", "words"], ["tokens", "tokens"], ["turns", "turns of the chat"]];
 const ROWS = [["sentences", "sentences"], ["words", "words"], ["tokens", "tokens"], ["answer", "the whole answer"]];
 const FRESH = { model: null, prompt: EXAMPLE, answer: "", against: "", groups: "sentences", rows: "sentences", rules: "", chat: false, length: 32 };
 
-export const isAnswerLink = (fragment) => fragment.replace(/^#/, "").split("&").includes(PAGE);
-
-// A link may come from anyone: each part is taken only if it has the right form.
-export function answerFromFragment(fragment) {
-  const parts = new URLSearchParams(fragment.replace(/^#/, ""));
-  const view = { ...FRESH, isLinked: parts.has("prompt") };
-  for (const name of ["model", "prompt", "answer", "against", "rules"]) if (parts.get(name)) view[name] = parts.get(name);
-  for (const [name, known] of [["groups", GROUPS], ["rows", ROWS]]) if (known.some(([value]) => value === parts.get(name))) view[name] = parts.get(name);
-  view.chat = parts.get("chat") === "1";
-  if (/^[1-9]\d{0,2}$/.test(parts.get("length") ?? "")) view.length = Math.min(Number(parts.get("length")), 512);
-  return view;
-}
-
-export function answerFragment(view) {
-  const parts = new URLSearchParams();
-  for (const name of ["model", "prompt", "answer", "against", "groups", "rows", "rules", "length"]) if (view[name]) parts.set(name, view[name]);
-  if (view.chat) parts.set("chat", "1");
-  return `#${PAGE}&${parts}`;
-}
+const VALUES = Object.fromEntries(Object.entries({ groups: GROUPS, rows: ROWS }).map(([name, known]) => [name, known.map(([value]) => value)]));
+export const ANSWER_LINK = new FormLink("answer", "prompt", FRESH, VALUES);
 
 const literal = (text) => JSON.stringify(text);
 

@@ -1,10 +1,10 @@
 // The page: the panels, the tools above them, and the link that brings all of it back.
 
-import { AnswerPanel, answerFragment, answerFromFragment, isAnswerLink } from "./answer.js";
+import { ANSWER_LINK, AnswerPanel } from "./answer.js";
 import { getJson } from "./api.js";
 import { choice } from "./controls.js";
 import { EXAMPLES, Panel } from "./panel.js";
-import { SimilarPanel, isSimilarLink, similarFragment, similarFromFragment } from "./similar.js";
+import { SIMILAR_LINK, SimilarPanel } from "./similar.js";
 import { FRESH, fromFragment, toFragment } from "./state.js";
 
 const { element, button, mount, visible, shadeAround, chooseShade, onShadeChange } = window.TensorLens;
@@ -91,8 +91,8 @@ class Explorer {
   }
 
   restoreAnswer() {
-    const isSimilar = isSimilarLink(location.hash);
-    const view = isSimilar ? similarFromFragment(location.hash) : answerFromFragment(location.hash);
+    const isSimilar = SIMILAR_LINK.isOf(location.hash);
+    const view = (isSimilar ? SIMILAR_LINK : ANSWER_LINK).read(location.hash);
     const hooks = { onChange: () => this.write(), onCopy: (text) => this.copy(text, "Copied.") };
     this.answer = isSimilar ? new SimilarPanel(this.catalogue, view, hooks) : new AnswerPanel(this.catalogue, view, hooks);
     this.place.replaceChildren(this.answer.node);
@@ -105,7 +105,7 @@ class Explorer {
   restore() {
     this.answer?.stop();
     this.answer = null;
-    if (isAnswerLink(location.hash) || isSimilarLink(location.hash)) {
+    if (ANSWER_LINK.isOf(location.hash) || SIMILAR_LINK.isOf(location.hash)) {
       this.panels.forEach((panel) => panel.stop());
       this.panels = [];
       this.restoreAnswer();
@@ -192,8 +192,8 @@ class Explorer {
   }
 
   write() {
-    const single = this.answer instanceof SimilarPanel ? similarFragment : answerFragment;
-    this.written = this.answer ? single(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
+    const single = this.answer instanceof SimilarPanel ? SIMILAR_LINK : ANSWER_LINK;
+    this.written = this.answer ? single.write(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
     history.replaceState(null, "", this.written);
   }
 

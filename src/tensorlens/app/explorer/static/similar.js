@@ -2,28 +2,13 @@
 
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
+import { FormLink } from "./state.js";
 
 const { element, button, Pairs } = window.TensorLens;
-const PAGE = "page=similar";
 const GROUPS = ["words", "sentences", "lines", "tokens"];
 const FRESH = { model: null, first: "A man is playing a guitar.", second: "Someone plays an instrument.", against: "", groups: "words" };
 
-export const isSimilarLink = (fragment) => fragment.replace(/^#/, "").split("&").includes(PAGE);
-
-// A link may come from anyone: each part is taken only if it has the right form.
-export function similarFromFragment(fragment) {
-  const parts = new URLSearchParams(fragment.replace(/^#/, ""));
-  const view = { ...FRESH, isLinked: parts.has("first") };
-  for (const name of ["model", "first", "second", "against"]) if (parts.get(name)) view[name] = parts.get(name);
-  if (GROUPS.includes(parts.get("groups"))) view.groups = parts.get("groups");
-  return view;
-}
-
-export function similarFragment(view) {
-  const parts = new URLSearchParams();
-  for (const name of ["model", "first", "second", "against", "groups"]) if (view[name]) parts.set(name, view[name]);
-  return `#${PAGE}&${parts}`;
-}
+export const SIMILAR_LINK = new FormLink("similar", "first", FRESH, { groups: GROUPS });
 
 export class SimilarPanel extends Asking {
   constructor(catalogue, view, { onChange }) {

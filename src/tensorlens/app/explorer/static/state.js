@@ -78,6 +78,39 @@ export function fromFragment(fragment) {
   return parts.slice(0, 2).map(read);
 }
 
+const LARGEST = 512;
+
+// The link of a page with one form: its fields by name, each taken only if it has the form of what it begins as.
+export class FormLink {
+  // `text` is the field without which nothing is asked, `choices` has the values of the fields that have a list.
+  constructor(page, text, fresh, choices = {}) {
+    Object.assign(this, { page, text, fresh, choices });
+  }
+
+  isOf(fragment) {
+    return new URLSearchParams(fragment.replace(/^#/, "")).get("page") === this.page;
+  }
+
+  read(fragment) {
+    const parts = new URLSearchParams(fragment.replace(/^#/, ""));
+    const view = { ...this.fresh, isLinked: parts.has(this.text) };
+    for (const [name, first] of Object.entries(this.fresh)) {
+      const text = parts.get(name);
+      if (!text) continue;
+      if (typeof first === "boolean") view[name] = text === "1";
+      else if (typeof first === "number") view[name] = Math.min(Math.max(whole(text) ?? first, 1), LARGEST);
+      else if (this.choices[name]?.includes(text) ?? true) view[name] = text;
+    }
+    return view;
+  }
+
+  write(view) {
+    const parts = new URLSearchParams({ page: this.page });
+    for (const name of Object.keys(this.fresh)) if (view[name]) parts.set(name, view[name] === true ? "1" : view[name]);
+    return `#${parts}`;
+  }
+}
+
 // What the server is asked for.
 export function question(view) {
   const value = (chosen) => (chosen === null ? null : (chosen.index ?? chosen.name));
