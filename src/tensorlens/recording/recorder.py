@@ -113,6 +113,7 @@ class Recorder:
                 return self._recording(readout) if self.n_entered else None
         finally:
             self.prologue.stop()
+            self.calls.at = None  # it refers to this recorder: without the cycle, tensors go with their last user
             run.close()
             if run.refused is not None:
                 raise run.refused
