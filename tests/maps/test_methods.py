@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ def logits(T: tl.AttentionTensor, name: str) -> torch.Tensor:
 def test_in_class_sums_to_the_logit_less_the_biases(name):
     T = lens_on(name)
     if name == "gemma2":  # its logits are soft-capped; ours are those before the cap
-        model = T.operator.recording.anatomy.model
+        model: Any = T.operator.recording.anatomy.model
         model.config.final_logit_softcapping = None
         T = tl.Lens(model)(sample(name))
     expected = logits(T, name)[:, 11]
@@ -126,8 +128,8 @@ def test_bias_share_is_beside_every_map():
 )
 def test_one_output_costs_one_pull(method, target, attention, monkeypatch):
     T = tl.Lens(build("llama", attention))(sample("llama"))
-    pulls, pull = [], Program.pull
-    monkeypatch.setattr(Program, "pull", lambda self, *us: pulls.append(us) or pull(self, *us))
+    pulls, pull = [], Program.pull_each
+    monkeypatch.setattr(Program, "pull_each", lambda self, several: pull(self, pulls.extend(several) or several))
     T.map(method, out_token=-1, target=target)
     assert len(pulls) == 1
 
@@ -143,7 +145,7 @@ def test_a_block_range_explains_its_own_output():
 
 
 def test_the_final_norm_can_be_left_out():
-    model = build("gpt2")
+    model: Any = build("gpt2")
     T = tl.Lens(model, rules=tl.Rules(include_final_norm=False))(sample("gpt2"))
     with torch.no_grad():
         states = model(torch.tensor([sample("gpt2")]), output_hidden_states=True).hidden_states
@@ -167,9 +169,9 @@ def test_mean_tensor_is_the_mean_of_what_its_members_do():
     model = build("gpt2")
     members = [tl.Lens(model)(sample("gpt2", seed=seed)) for seed in range(3)]
     mean, x = tl.MeanTensor(members), members[0].input
-    assert torch.allclose(mean.rows(-1), sum(T.rows(-1) for T in members) / 3)
-    assert torch.allclose(mean(x), sum(T.apply(x) + T.bias for T in members) / 3)
-    assert torch.allclose((mean.T @ x), sum(T.adjoint(x) for T in members) / 3)
+    assert torch.allclose(mean.rows(-1), torch.stack([T.rows(-1) for T in members]).mean(0))
+    assert torch.allclose(mean(x), torch.stack([T.apply(x) + T.bias for T in members]).mean(0))
+    assert torch.allclose((mean.T @ x), torch.stack([T.adjoint(x) for T in members]).mean(0))
     alone = tl.MeanTensor(members[:1])
     assert torch.allclose(alone(members[0].input), members[0].output)
 
@@ -250,7 +252,7 @@ def test_predictions_are_the_models_own_behind_scales_and_caps(name):
 
 
 def test_mistakes_are_named_and_numpys_numbers_are_numbers(unchecked):
-    T = lens_on("gpt2")
+    T: Any = lens_on("gpt2")
     assert torch.equal(T.map(out_token=np.int64(-1)).scores, T.map(out_token=-1).scores)
     with pytest.raises(tl.InputError, match="must be a position"):
         T.map(out_token=True)

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
+from tensorlens.inside.block import StreamPass
 from tensorlens.inside.dictionary import Encoder
 from tensorlens.inside.seats import readout_of_model, seat_of
-from tensorlens.inside.target import Pass
 from tensorlens.models.layouts import state_of
 
 HELD_OUT = 0.1
@@ -32,7 +32,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
     T = lens(first)
     if not 0 <= block < T.n_blocks:
         raise InputError(f"This operator has no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
-    run = Pass(T.operator, {0: 1.0}, T.shape[0] - 1)
+    run = StreamPass(T.operator, T.operator.recording.pieces(T.operator.span, {}))
     own = [part for part in run.block(block).parts if part.component.kind == "feed-forward"]
     seat = seat_of(run, own[0]) if own else None
     if seat is None:
