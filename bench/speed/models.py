@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 import transformers as hf
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+
+import tensorlens as tl
 
 LLAMA = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336)
 QWEN3 = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=12288, head_dim=128)
@@ -56,6 +59,14 @@ def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     finally:
         torch.set_default_dtype(before)
     return model.to(device()).eval().requires_grad_(False)
+
+
+def lens_of_numbers(name: str) -> tl.Lens:
+    """A lens on such a model whose words are numbers, each its own id."""
+    model = build(name)
+    inner = Tokenizer(models.WordLevel({str(i): i for i in range(model.config.vocab_size)}, unk_token="0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
+    return tl.Lens(model, hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="0", eos_token="1"), name=name)
 
 
 def device() -> str:

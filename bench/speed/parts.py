@@ -10,12 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers as hf
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 import tensorlens as tl
-from bench.speed.models import body_function, build, device, half, token_ids
+from bench.speed.models import body_function, build, device, half, lens_of_numbers, token_ids
 from bench.speed.paper_way import WAYS, patched
 from bench.speed.timing import Timing, clear, timed
 from tensorlens.models.precision import matmul_mode
@@ -324,12 +322,7 @@ def cp_lrp(model: Any) -> Iterator[None]:
 
 def perturbed(name: str, n_samples: int, n_tokens: int) -> Rows:
     """Samples per second of the perturbation study with all methods, in groups of 16 and one by one."""
-    model = build(name)
-    words = {str(i): i for i in range(model.config.vocab_size)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="0", eos_token="1")
-    lens = tl.Lens(model, tokenizer, name=name)
+    lens = lens_of_numbers(name)
     texts = [" ".join(map(str, token_ids(n_tokens + k)[:n_tokens])) for k in range(n_samples)]
     rows = []
     for size in (16, 1):

@@ -12,11 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import transformers as hf
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 import tensorlens as tl
-from bench.speed.models import build, token_ids
+from bench.speed.models import lens_of_numbers, token_ids
 from tensorlens.studies import perturbation
 
 LIBRARY = str(Path(tl.__file__).parent)
@@ -24,12 +21,7 @@ LIBRARY = str(Path(tl.__file__).parent)
 
 def walks(name: str, n_tokens: int) -> list[dict[str, Any]]:
     """Each walk of ARCHITECTURE.md, once to warm up and once counted."""
-    model = build(name)
-    words = {str(i): i for i in range(model.config.vocab_size)}
-    inner = Tokenizer(models.WordLevel(words, unk_token="0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="0", eos_token="1")
-    lens, ids = tl.Lens(model, tokenizer, name=name), token_ids(n_tokens)
+    lens, ids = lens_of_numbers(name), token_ids(n_tokens)
     texts = [" ".join(map(str, token_ids(n_tokens)[k:] + ids[:k])) for k in range(4)]
 
     def perturbed() -> None:
