@@ -159,7 +159,9 @@ def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     assert list(found)[-3:] == ["Set aside: T", "Bias", "Sum: the target"]
     number = lambda text: float(text.replace("−", "-"))  # noqa: E731
     for j, label in list(enumerate(expected.in_tokens))[1:]:
-        assert number(found[NAMED.get(label, label)]) == pytest.approx(float(whole[j]), abs=0.06)  # three digits are shown
+        assert number(found[NAMED.get(label, label)]) == pytest.approx(
+            float(whole[j]), abs=0.06
+        )  # three digits are shown
     assert number(found["Sum: the target"]) == pytest.approx(sum(expected.meta["logit"]), abs=0.02)
     assert "aside" in (answer.locator(".answer-text span").first.get_attribute("class") or "")
 

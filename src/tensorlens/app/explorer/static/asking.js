@@ -35,6 +35,7 @@ export class Asking {
 
   hear(event) {
     if (event.type === "waiting") this.say("Waiting");
+    if (["Model pass", "Answering"].includes(event.stage)) this.began = performance.now(); // not while it waited or loaded
     if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
   }
 
