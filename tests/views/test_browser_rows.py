@@ -126,7 +126,7 @@ def test_the_sum_of_the_row_is_said(open_map):
 def test_a_question_says_what_its_colours_mean_and_wears_its_certificate(open_map):
     caption = (("Method", "tensor.in_class"), ("Note", "read as one token"), ("Certificate", "passed (value 3e-7)"))
     tab = open_map(map_view([[1.0, -2.0, 3.0]], title="Why “ a”?", caption=caption))
-    expect(tab.locator(".reading")).to_have_text("Red speaks for it, blue against it")
+    expect(tab.locator(".reading")).to_have_text("Red supports it, blue works against it")
     expect(tab.locator(".badge")).to_have_text("✓ certified exact")
     assert tab.locator(".badge").get_attribute("title") == "passed (value 3e-7)"
     expect(tab.locator(".note")).to_have_text("read as one token")

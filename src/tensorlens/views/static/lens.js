@@ -233,7 +233,7 @@ class MapLens {
   // What the colours mean below a question; otherwise which output they are about.
   readingOf(i) {
     const isDark = this.shade === "dark";
-    if (this.isQuestion && this.nOut === 1) return [this.isSigned ? `${isDark ? "Orange" : "Red"} speaks for it, blue against it` : `The ${isDark ? "lighter" : "darker"}, the more it contributes`];
+    if (this.isQuestion && this.nOut === 1) return [this.isSigned ? `${isDark ? "Orange" : "Red"} supports it, blue works against it` : `The ${isDark ? "lighter" : "darker"}, the more it contributes`];
     return ["What makes the output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`];
   }
 
