@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tensorlens.errors import InputError
 
@@ -75,6 +77,27 @@ class Step:
 
 # Constants ------------------------------------------------------------------------------------------------------------
 
+_fused_steps: Counter[int] = Counter()
+"""Steps of fused optimisers by the storage they wrote to: torch does not count these writes."""
+
+
+def _note_fused(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for weight in group["params"] if group.get("fused") else ():
+            if type(weight) is nn.Parameter:
+                _fused_steps[weight.untyped_storage()._cdata] += 1
+
+
+register_optimizer_step_post_hook(_note_fused)
+
+
+def version_of_weight(weight: Tensor) -> int:
+    """How often the memory of a weight was written to, as far as anybody counts."""
+    if not _fused_steps or type(weight) not in (Tensor, nn.Parameter):
+        return weight._version
+    return weight._version + _fused_steps[weight.untyped_storage()._cdata]
+
+
 Remake = Callable[[int], Mapping[int, Tensor]]
 """Recomputes the constants of a block, by their places."""
 
@@ -94,7 +117,7 @@ class Constants(Sequence[Tensor]):
         self.values = list(values)
         self.names = dict(names or {})
         self._versions = [
-            None if value is None or type(value) is not Tensor or value.is_inference() else value._version
+            None if value is None or type(value) is not Tensor or value.is_inference() else version_of_weight(value)
             for value in self.values
         ]
         self._block_of: dict[int, int] = {}
@@ -137,7 +160,7 @@ class Constants(Sequence[Tensor]):
         self._fetched = block
         for n, value in self._remake(block).items():
             self.values[n] = value
-            self._versions[n] = None if value.is_inference() else value._version
+            self._versions[n] = None if value.is_inference() else version_of_weight(value)
 
     def check(self, places: Iterable[int] | None = None) -> None:
         """Raise if a weight was written to since it was bound: T describes the model as it was.
@@ -147,7 +170,7 @@ class Constants(Sequence[Tensor]):
         """
         for n in range(len(self.values)) if places is None else places:
             value, version = self.values[n], self._versions[n]
-            if value is not None and version is not None and value._version != version:
+            if value is not None and version is not None and version_of_weight(value) != version:
                 name = self.names.get(n)
                 raise InputError(
                     f"{f'`{name}`' if name else 'A tensor of the model'} was modified after this input was "

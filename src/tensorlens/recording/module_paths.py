@@ -14,6 +14,7 @@ from tensorlens.errors import InputError
 from tensorlens.models.layouts import main_tensor
 from tensorlens.models.module_calls import forward_replaced, module_tree
 from tensorlens.program.marks import Choice
+from tensorlens.program.nodes import version_of_weight
 from tensorlens.recording.live import Live, found_in, raw
 from tensorlens.recording.rules.modules import (
     adapted_places,
@@ -198,5 +199,5 @@ def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
             # Not the address: `share_memory` moves it. An off-loaded weight has a new, empty storage after each use.
             is_plain = type(one) is nn.Parameter and not one.is_meta
             memory = one.untyped_storage()._cdata if is_plain else address_of(one)
-            found[name] = memory, 0 if one.is_inference() else one._version
+            found[name] = memory, 0 if one.is_inference() else version_of_weight(one)
     return found

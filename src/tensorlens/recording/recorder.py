@@ -164,7 +164,7 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, self.inputs, tuple(self.blocks.calls), self.birth, Weights(self.places)),
+            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), self.birth, Weights(self.places)),
         )
 
     def _head(self, readout: Tensor) -> Head | None:
@@ -436,6 +436,11 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
         f"{error}. Expected code that accepts tensor subclasses; write that step in plain torch "
         "functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
+
+
+def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs as they are now, for laws that run the model again: the caller may write over his own."""
+    return {name: raw(Tensor.clone, x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 def _is_inference(value: Any) -> bool:
