@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tensorlens import cancel
 from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
@@ -201,23 +201,24 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             raise InputError(f"`format` must be one of {', '.join(get_args(LensFormat))}; got {format!r:.60}.")
         if format == "tensorlens":
             return super().save(path)
-        rules = self.meta.get("rules")
-        if Path(path).suffix != ".pt" or (isinstance(rules, dict) and rules.get("include_final_norm", True)):
+        path, rules = check_path(path), self.meta.get("rules")
+        if path.suffix != ".pt" or (isinstance(rules, dict) and rules.get("include_final_norm", True)):
             raise InputError(
-                f"A Jacobian lens is a .pt file of operators before the final norm; got {Path(path).name!r}. Fit with "
+                f"A Jacobian lens is a .pt file of operators before the final norm; got {path.name!r}. Fit with "
                 "`Rules.jacobian(include_final_norm=False)`, outputs='later'."
             )
         own: dict[str, Any] = {"outputs": self.outputs, "meta": to_json(self.meta)}
         own |= {} if self.middle is None else {"middle": self.middle, "middle_bias": self.middle_bias}
         payload = lens_payload(self.matrices, self.bias, self.first, self.n_texts, self.meta, own)
-        return write_whole(Path(path), lambda file: torch.save(payload, file))
+        return write_whole(path, lambda file: torch.save(payload, file))
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTensor:
         """Read a file of `save`, or a ``.pt`` of a Jacobian lens that TransformerLens or others fitted."""
-        if Path(path).suffix != ".pt":
+        path = check_path(path)
+        if path.suffix != ".pt":
             return super().load(path)
-        found = read_lens(Path(path))
+        found = read_lens(path)
         own = found.pop("own")
         known = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | found["meta"]
         inner = {name: own[name] for name in ("middle", "middle_bias") if name in own}
@@ -260,6 +261,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         """
         if outputs not in get_args(Outputs):
             raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
+        check_lens(lens)
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)
         rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)

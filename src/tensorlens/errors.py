@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,19 @@ def check_iterable(value: Any, name: str, expected: str) -> list[Any]:
     if is_single or not isinstance(value, Iterable):
         raise InputError(f"`{name}` must be a list of {expected}; got {value!r:.60}.")
     return list(value)
+
+
+def check_path(value: Any) -> Path:
+    """A path that a file may have."""
+    if not isinstance(value, (str, PathLike)) or "\0" in str(value):
+        raise InputError(f"Expected the path of a file or folder, as text or a `Path`; got {value!r:.60}.")
+    return Path(value)
+
+
+def check_lens(value: Any) -> None:
+    """Refuse what cannot be asked as a lens is."""
+    if not hasattr(value, "specimen"):
+        raise InputError(f"Expected a lens; got {type(value).__name__}. Make one: `tensorlens.Lens(model, tokenizer)`.")
 
 
 def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 
 from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batches import Asked, Batch, Rows, dataset_maps
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.explanation import Explanation, explain
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN
 from tensorlens.maps.targets import Target
@@ -183,8 +184,10 @@ class Lens(Printed):
             InputError: An input that the model cannot take, with its row.
         """
         check_several(inputs)
-        names = (method,) if isinstance(method, str) else tuple(method)
-        asked = Asked(methods=names, out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
+        names = (method,) if isinstance(method, str) else check_iterable(method, "method", "names in `METHODS`")
+        if not isinstance(skipped, (list, NoneType)):
+            raise InputError(f"`skipped` must be a list, which receives the rows left out; got {skipped!r:.60}.")
+        asked = Asked(methods=tuple(names), out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
         found = dataset_maps(self.specimen, inputs, asked, rows, batch_size=batch_size, progress=progress)
         return (maps[method] for maps in found) if isinstance(method, str) else found
@@ -212,6 +215,7 @@ class Lens(Printed):
             seed: Random seed for a sampled answer.
             **options: Options for the model's `generate`. Without any the answer is the greedy one.
         """
+        seed = None if seed is None else check_whole(seed, "seed")
         return make_answer(
             self.specimen, prompt, answer, logprobs=logprobs, max_new_tokens=max_new_tokens, seed=seed, options=options
         )

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as packed
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_path
 from tensorlens.files import from_json, to_json, write_whole
 from tensorlens.views.table import Tabular
 
@@ -99,7 +99,7 @@ class Record(
         Raises:
             InputError: unknown suffix, or the folder does not exist.
         """
-        path, writers = Path(path), self._writers()
+        path, writers = check_path(path), self._writers()
         write = writers.get(path.suffix.lower())
         if write is None:
             raise InputError(
@@ -114,7 +114,7 @@ class Record(
         Raises:
             InputError: no such file, another suffix, or a foreign, damaged or newer file.
         """
-        path = Path(path)
+        path = check_path(path)
         read = _READERS[path.suffix.lower()] if path.suffix.lower() in cls.loadable else None
         if read is None:
             raise InputError(

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens import tensor_files
-from tensorlens.errors import InputError, MethodError, check_iterable, missing_extra
+from tensorlens.errors import InputError, MethodError, check_iterable, check_path, missing_extra
 from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, MapQuestion, default_output, has_one_row, has_predictions
 from tensorlens.maps.groups import Groups, find_groups
@@ -99,7 +99,7 @@ class AttentionTensor(InsideQuestions):
             weights: ``"inside"`` puts the model's weights into the file; ``"reference"`` only their names and
                 checksums, for a lens that has them.
         """
-        path = Path(path)
+        path = check_path(path)
         tensor_files.write_tensor(self.operator, self.context, path, weights)
         return path
 
@@ -112,7 +112,7 @@ class AttentionTensor(InsideQuestions):
             lens: A lens on the model, for a file with ``weights="reference"``.
             device: Where its numbers go. If None, the device they were saved from, or the CPU if this machine lacks it.
         """
-        return cls(*tensor_files.read_tensor(Path(path), None if lens is None else lens.model, device))
+        return cls(*tensor_files.read_tensor(check_path(path), None if lens is None else lens.model, device))
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
@@ -333,7 +333,10 @@ class AttentionTensor(InsideQuestions):
     def _outputs(self, out_token: OutTokens) -> tuple[int, ...]:
         n_out = self.shape[0]
         if out_token is None or isinstance(out_token, slice):
-            every: Any = range(n_out)[slice(None) if out_token is None else out_token]
+            try:
+                every: Any = range(n_out)[slice(None) if out_token is None else out_token]
+            except TypeError as error:
+                raise InputError(f"A slice as `out_token` needs whole numbers; got {out_token!r:.60}.") from error
         else:
             every = out_token.tolist() if isinstance(out_token, (Tensor, np.ndarray)) else out_token
             every = every if isinstance(every, Sequence) and not isinstance(every, str) else (every,)

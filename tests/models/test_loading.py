@@ -135,6 +135,8 @@ def test_device_map_places_the_model(tmp_path: Path):
         ({"dtype": torch.int64}, "floating"),
         ({"attention": "glance"}, "sdpa"),
         ({"device": "cpu", "device_map": "auto"}, "Drop one"),
+        ({"device": ["cpu"]}, "names such as"),
+        ({"revision": 5}, "branch, tag, commit"),
     ],
 )
 def test_unknown_options_name_the_known(options: dict, said: str):

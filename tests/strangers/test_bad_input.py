@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from strangers.models import IDS, NanoGPT, Plain, WithHead, randomised, torch_encoder
@@ -27,6 +28,22 @@ FEW: dict[str, Callable[[tl.Lens, Any], Any]] = {
     "no batch": lambda lens, T: lens.batch([]),
     "sparse ids": lambda lens, T: lens(torch.tensor([[1, 2]]).to_sparse()),
     "ids without values": lambda lens, T: lens(torch.empty(1, 3, dtype=torch.long, device="meta")),
+    "words in an array": lambda lens, T: lens(np.array(["a", "b"])),
+    "objects in an array": lambda lens, T: lens(np.array([object()])),
+    "a word where ids are": lambda lens, T: lens({"input_ids": "abc"}),
+    "rows of two lengths": lambda lens, T: lens({"input_ids": [[1, 2], [3]]}),
+    "a slice of words": lambda lens, T: T.map("tensor.in_out", out_token=slice("a", 2)),
+    "no path to save at": lambda lens, T: T.save(None),  # type: ignore[arg-type]
+    "a number as a path": lambda lens, T: T.map("tensor.in_out").save(5),  # type: ignore[arg-type]
+    "no path to load from": lambda lens, T: tl.TokenMap.load(None),  # type: ignore[arg-type]
+    "a path that no file can have": lambda lens, T: T.map("tensor.in_out").save("a\0.json"),
+    "no method": lambda lens, T: lens.maps([list(IDS)], None),  # type: ignore[arg-type]
+    "a number for rows left out": lambda lens, T: lens.maps([list(IDS)], skipped=5),  # type: ignore[arg-type]
+    "a seed that is a word": lambda lens, T: lens.answer(list(IDS), seed="a"),  # type: ignore[arg-type]
+    "components patched in no lens": lambda lens, T: tl.patching(5, [1, 2], [1, 3]),
+    "a circuit of no lens": lambda lens, T: tl.circuit(5, [1, 2], [1, 3]),
+    "a mean over texts of no lens": lambda lens, T: tl.CorpusTensor.fit(5, [[1, 2]]),
+    "rules for a number": lambda lens, T: tl.rules_for(5),  # type: ignore[arg-type]
     "a sparse cotangent": lambda lens, T: T.T @ torch.zeros_like(T.output).to_sparse(),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_whole, missing_extra
+from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole, missing_extra
 from tensorlens.files import write_whole
 from tensorlens.inside.faithfulness import SHARES, Faithfulness, Unit, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
@@ -224,7 +224,7 @@ class Circuit:
 
     def save_page(self, path: str | Path, judged: Faithfulness) -> Path:
         """Write a page with the curve and the graph."""
-        graph, path = self.graph(), Path(path)
+        graph, path = self.graph(), check_path(path)
         picture = curve_svg(judged.curve, [f"{share:.1%}" for share, _ in judged.curve])
         low, high = judged.interval
         over_pairs = f" [{low:.3f}, {high:.3f}]" if judged.n_pairs > 1 else ""
@@ -290,6 +290,7 @@ def circuit(
     Raises:
         MethodError: the residual stream of the model is not a plain sum of the outputs of its modules.
     """
+    check_lens(lens)
     if unit not in get_args(Unit):
         raise InputError(f"`unit` must be 'edges' or 'nodes'; got {unit!r:.60}.")
     if scores not in get_args(Scoring):

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_whole
+from tensorlens.errors import InputError, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.maps.targets import Feature
 from tensorlens.views.printing import text_as_html
@@ -143,7 +143,7 @@ class Dictionary:
         Returns:
             A `Dictionary`, or for several layers ``{block: Dictionary}``, which `components` takes as it is.
         """
-        folder = Path(folder)
+        folder = check_path(folder)
         try:
             if (folder / "cfg.json").is_file():
                 return _from_saelens(folder)
@@ -214,7 +214,7 @@ class Dictionary:
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder in SAELens' format, which `load` reads."""
-        folder = Path(folder)
+        folder = check_path(folder)
         if len(self.encoders) != 1:
             raise InputError("A cross-layer dictionary has no SAELens format; expected one that reads one block.")
         folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import Finer, Part
 from tensorlens.inside.features import ActiveFeature, features_of
@@ -157,10 +157,11 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
             raise InputError(f"`format` must be one of {', '.join(get_args(GraphFormat))}; got {format!r:.60}.")
         if format == "tensorlens":
             return super().save(path)
-        if Path(path).suffix.lower() != ".json":
-            raise InputError(f"A graph for circuit-tracer is a .json file; got {Path(path).name!r}.")
+        path = check_path(path)
+        if path.suffix.lower() != ".json":
+            raise InputError(f"A graph for circuit-tracer is a .json file; got {path.name!r}.")
         text = to_json(circuit_tracer_json(self))
-        return write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8"))
+        return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
 
     def payload(self) -> dict[str, Any]:
         """What the page takes, as plain values."""

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_lens, check_whole
 from tensorlens.inside.block import Part
 from tensorlens.inside.seats import Edit, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
@@ -167,6 +167,7 @@ def patching(
         drop: Whether to find effects that cancel, by one pull per block with its cotangent dropped.
         progress: Whether to show a progress bar; on a terminal if None.
     """
+    check_lens(lens)
     asked = Explained.of(lens(clean), out_token, target)
     run = asked.run()
     values, others = _both_values(lens, run, corrupted)

@@ -123,7 +123,7 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
 
         return _from_image(Image.fromarray(value), model, processor)
     if isinstance(value, (Tensor, np.ndarray)):
-        return _from_array(_checked(torch.as_tensor(value), "input"), model)
+        return _from_array(_checked(as_tensor(value, "input"), "input"), model)
     if _is_ids(value):
         return _from_ids(_as_ids(value), model)
     if is_picture(value):
@@ -266,7 +266,12 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
             )
     if not processed:
         raise InputError("Expected the output of a processor; got an empty dictionary.")
-    arguments = drop_padding(_as_tensors(processed, device_of(model)))
+    arguments = {
+        name: _checked(value, name).to(device_of(model)) if isinstance(value, Tensor) else value
+        for name, value in as_tensors(processed).items()
+        if name != "labels"
+    }
+    arguments = drop_padding(arguments)
     ids = arguments.get("input_ids")
     if ids is not None and (ids.dim() == 1 or len(ids) == 1):
         arguments["input_ids"] = _checked_ids(ids, model)
@@ -282,14 +287,20 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
     return ModelInput(arguments=arguments, kind="processed")
 
 
-def _as_tensors(processed: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def as_tensors(processed: Mapping[str, Any]) -> dict[str, Any]:
+    """What a processor gave, its numbers as tensors."""
     return {
-        name: _checked(torch.as_tensor(value), name).to(device)
-        if isinstance(value, (Tensor, np.ndarray, list))
-        else value
+        name: as_tensor(value, name) if isinstance(value, (Tensor, np.ndarray, list)) else value
         for name, value in processed.items()
-        if name != "labels"
     }
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """Numbers as a tensor."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"The {name} must be numbers, in rows of one length; got {value!r:.60}.") from error
 
 
 def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         chosen = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise LoadError(f'device= takes names such as "cpu", "cuda", "cuda:1" or "mps"; got {device!r}.') from error
     here = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if here is not None and here.type == chosen.type else 0

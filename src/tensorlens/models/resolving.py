@@ -96,6 +96,8 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
             of a hub id; or it has no such revision.
     """
     text = str(name)
+    if revision is not None and not isinstance(revision, str):
+        raise LoadError(f"`revision` is the name of a branch, tag, commit or checkpoint folder; got {revision!r:.60}.")
     if revision is not None and (text in BUNDLED or text.endswith(".gguf")):
         raise LoadError(
             f"`revision` is for models of the hub and folders of checkpoints; {text!r} has only one revision."

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_map_with_path
@@ -25,7 +24,7 @@ from tensorlens.models.forward_signature import (
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.inputs import ModelInput, drop_padding, id_arguments, make_input
+from tensorlens.models.inputs import ModelInput, as_tensor, as_tensors, drop_padding, id_arguments, make_input
 from tensorlens.models.texts import IMAGE_SUFFIXES, Offsets, tokenised, tokenizer_of
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------
@@ -205,18 +204,14 @@ def batch_size(processed: Mapping[str, Any]) -> int:
     for name in ("input_ids", "inputs_embeds", "attention_mask", "pixel_values", "input_values", "input_features"):
         value = processed.get(name)
         if value is not None:
-            dims = torch.as_tensor(value).dim()
+            dims = as_tensor(value, name).dim()
             return len(value) if dims > 1 and not (name == "inputs_embeds" and dims == 2) else 1
     return 1
 
 
 def split_batch(processed: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The samples of a processor's output one by one, padding dropped, on whichever side it was."""
-    size = batch_size(processed)
-    tensors = {
-        name: torch.as_tensor(value) if isinstance(value, (Tensor, np.ndarray, list)) else value
-        for name, value in processed.items()
-    }
+    size, tensors = batch_size(processed), as_tensors(processed)
     return [drop_padding({name: _row(value, i, size) for name, value in tensors.items()}) for i in range(size)]
 
 

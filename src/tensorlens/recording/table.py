@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tensorlens.errors import InputError
 from tensorlens.program.nodes import words
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
@@ -158,6 +159,8 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     It takes (run, function, args, kwargs), `run` being the recording, and gives a live tensor, made by torch functions
     of live tensors or by `run.emit`.
     """
+    if not isinstance(names, str) or not names.split():
+        raise InputError(f"`rules_for` takes names of torch functions, separated by spaces; got {names!r:.60}.")
 
     def register(own: AnyRule) -> AnyRule:
         family(names)(lambda run, function, name, args, kwargs: own(run, function, args, kwargs))
