@@ -9,7 +9,6 @@ words. With `outputs="later"` it is Σ_{i' ≥ i} T[i', :, i, :] instead, averag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -218,11 +217,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         path = check_path(path)
         if path.suffix != ".pt":
             return super().load(path)
-        found = read_lens(path)
-        own = found.pop("own")
-        known = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | found["meta"]
-        inner = {name: own[name] for name in ("middle", "middle_bias") if name in own}
-        return cls(**found | inner | {"meta": known, "outputs": own["outputs"] if own else "later"})
+        return cls(**read_lens(path))
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))

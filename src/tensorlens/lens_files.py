@@ -7,6 +7,7 @@ no place for (the state that enters the first block, a bias) is stored under a k
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def lens_payload(matrices: Tensor, bias: Tensor, first: int, n_texts: int, meta:
 
 
 def read_lens(path: Path) -> dict[str, Any]:
-    """Matrices, bias, first block, number of texts, and what else is known, of a file that others or `save` wrote.
+    """The fields of a `CorpusTensor` in a file that others or `save` wrote.
 
     Raises:
         InputError: the file is not there, or is not a lens.
@@ -69,10 +70,14 @@ def read_lens(path: Path) -> dict[str, Any]:
         if own and len(own["before"]):
             matrices, first = torch.cat([own["before"].to(matrices), matrices]), 0
         bias = own["bias"] if own else torch.zeros(matrices.shape[:2], dtype=matrices.dtype)
-        meta = held.get("metadata") if isinstance(held.get("metadata"), dict) else {}
+        said = held.get("metadata") if isinstance(held.get("metadata"), dict) else {}
+        meta = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | said
+        more = {name: own[name].to(matrices) for name in ("middle", "middle_bias") if name in own}
+        outputs = own["outputs"] if own else "later"
     except Exception as error:
         raise InputError(
             f"Could not read {path.name!r} as a lens: expected `J` (or `jacobian_sum`), one matrix per layer "
             f"for consecutive layers, as TransformerLens saves them ({type(error).__name__}: {str(error)[:200]})."
         ) from error
-    return {"matrices": matrices, "bias": bias, "first": first, "n_texts": n_texts, "meta": meta, "own": own}
+    found = {"matrices": matrices, "bias": bias, "first": first, "n_texts": n_texts, "meta": meta, "outputs": outputs}
+    return found | more

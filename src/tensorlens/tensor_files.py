@@ -370,7 +370,9 @@ def read_tensor(path: Path, model: nn.Module | None, device: str | None) -> tupl
             # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
             return unpack(record, lambda name: opened.get_tensor(name).clone(), model, device)
     except SafetensorError as error:
-        raise InputError(f"Expected a safetensors file; {path.name!r} is damaged: {str(error)[:300]}") from error
+        raise InputError(
+            f"Expected a safetensors file; {path.name!r} is damaged: {str(error)[:300]}. Save it again."
+        ) from error
 
 
 def unpack(
@@ -396,7 +398,7 @@ def unpack(
         raise
     except (TensorLensError, msgspec.MsgspecError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {str(error)[:300]}"
+            f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {str(error)[:300]}. Save it again."
         ) from error
 
 
