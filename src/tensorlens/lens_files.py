@@ -69,7 +69,7 @@ def read_lens(path: Path) -> dict[str, Any]:
         first = layers[0] + 1
         if own and len(own["before"]):
             matrices, first = torch.cat([own["before"].to(matrices), matrices]), 0
-        bias = own["bias"] if own else torch.zeros(matrices.shape[:2], dtype=matrices.dtype)
+        bias = own["bias"].to(matrices) if own else torch.zeros(matrices.shape[:2], dtype=matrices.dtype)
         said = held.get("metadata") if isinstance(held.get("metadata"), dict) else {}
         meta = json.loads(own["meta"]) if own else {"rules": {"include_final_norm": False}} | said
         more = {name: own[name].to(matrices) for name in ("middle", "middle_bias") if name in own}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,3 +104,14 @@ def test_it_is_said_of_a_later_input_too():
     lens({"idx": torch.tensor([[1, 2]])})
     with pytest.raises(tl.InputError, match="`NanoGPT` itself cannot run on this input: IndexError"):
         lens({"idx": torch.tensor([[1, 300]])})
+
+
+def test_a_lens_file_whose_own_words_are_damaged_is_refused(tmp_path: Path):
+    own = {"bias": torch.zeros(2, 3), "before": torch.zeros(0, 3, 3), "meta": "{}", "outputs": "later"}
+    held = {"J": {0: torch.eye(3), 1: torch.eye(3)}, "n_prompts": 1}
+    torch.save(held | {"tensorlens": own}, tmp_path / "whole.pt")
+    assert tl.CorpusTensor.load(tmp_path / "whole.pt").outputs == "later"
+    for damaged in ({"meta": "{'a"}, {"bias": None}, {"before": 1}, {"middle": "x"}):
+        torch.save(held | {"tensorlens": own | damaged}, tmp_path / "damaged.pt")
+        with pytest.raises(tl.InputError):
+            tl.CorpusTensor.load(tmp_path / "damaged.pt")
