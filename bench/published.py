@@ -52,9 +52,17 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def use_table(runs: list[Records]) -> str:
-    """What was chosen for a question over all its runs, and by run what it has on the other half."""
+    """What was chosen for a question over all its runs, whether it was confirmed, and by run the other half."""
     best = chosen(runs)
-    return f"Chosen: **{best}**\n\n{markdown([_use(run, best) for run in runs])}"
+    rivals = [(run, *_rivals(run, best)) for run in runs]
+    gaps = [less(run, own, others[0]) for run, own, others, _ in rivals if others]
+    said = "no baseline is known"
+    if gaps:
+        above, behind = sum(low > 0 for _, low, _ in gaps), sum(high < 0 for *_, high in gaps)
+        said = (
+            f"clearly above every baseline and control in {above} of {len(gaps)} runs, clearly behind one in {behind}"
+        )
+    return f"Chosen: **{best}**, {said}.\n\n{markdown([_use(*one) for one in rivals])}"
 
 
 def chosen(runs: list[Records]) -> str:
@@ -72,24 +80,23 @@ def chosen(runs: list[Records]) -> str:
     return max(common, key=lambda method: (round(common[method], 6), of_rules(method)))
 
 
-def _use(run: Records, method: str) -> dict[str, str]:
-    found = {row.method: row for row in rows(run)}
-    best = found.pop(method)
-    others = [row for row in found.values() if not is_ours(row.method)]
-    ours = [row for row in found.values() if is_ours(row.method)]
-    cells = {
-        "benchmark": f"{run.judge}, {run.model}",
-        "held-out half": ranged(best.value, best.low, best.high, n=best.n),
-    }
-    for name, some in (("best baseline or control", others), ("best other map of T", ours)):
-        rival = max(some, key=lambda row: row.value, default=None)
-        said = (
-            "–"
-            if rival is None
-            else f"{rival.method} {rival.value:.3f}: {ranged(*less(run, best, rival), form='+.3f', n=best.n)}"
-        )
-        cells[name] = said
-    return cells
+def _rivals(run: Records, method: str) -> tuple[Row, list[Row], list[Row]]:
+    """The method's row, and the others by the held-out half: baselines with controls, and maps of T."""
+    found = sorted(rows(run), key=lambda row: -row.value)
+    own = next(row for row in found if row.method == method)
+    others = [row for row in found if not is_ours(row.method)]
+    return own, others, [row for row in found if is_ours(row.method) and row is not own]
+
+
+def _use(run: Records, own: Row, others: list[Row], ours: list[Row]) -> dict[str, str]:
+    def said(some: list[Row]) -> str:
+        if not some:
+            return "–"
+        return f"{some[0].method} {some[0].value:.3f}: {ranged(*less(run, own, some[0]), form='+.3f', n=own.n)}"
+
+    held = ranged(own.value, own.low, own.high, n=own.n)
+    cells = {"benchmark": f"{run.judge}, {run.model}", "held-out half": held}
+    return cells | {"best baseline or control": said(others), "best other map of T": said(ours)}
 
 
 # Circuits -------------------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ def circuits_compared() -> list[dict[str, str]]:
         for line in run.lines:
             for way, f in line["f"]["magnitude"].items():
                 cmd.setdefault(way, []).append(faithfulness_of([f], line["shares"], unit="edges", size=0).cmd)
-    ours = recommended("component").rules.name
+    ours = str(recommended("component").rules.name)
     drawn = []
     for way in sorted(cmd, key=lambda way: mean(cmd[way])):
         apart = [a - b for a, b in zip(cmd[way], cmd[ours], strict=True)]
