@@ -72,6 +72,11 @@ def test_a_features_score_is_its_activation_times_what_its_direction_is_worth() 
     worth = (((d - d.mean()) / sigma) * norm.weight * model.lm_head.weight[4]).sum()
     assert float(found.scores[place, -1]) == pytest.approx(float((f[-1, 7] * worth).detach()), rel=1e-9)
     assert not found.scores[place, :-1].any()  # nothing after the last feed-forward moves between tokens
+    with torch.no_grad():
+        y = model.transformer.h[2].mlp(kept[0])[0]
+        error = y - given.bias - f @ given.decoders[0]
+        share = error.square().sum() / (y - y.mean(0)).square().sum()
+    assert found.meta["error_share"]["2"] == pytest.approx(float(share), rel=1e-9)
 
 
 @pytest.mark.parametrize("reads", ["output", "input", "stream"])

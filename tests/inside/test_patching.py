@@ -69,6 +69,19 @@ def test_a_head_is_patched_where_its_channels_enter_the_output_projection(name: 
     assert float(found.true[place]) == pytest.approx(float(after - before), rel=1e-6, abs=1e-9)
 
 
+def test_by_the_jacobian_a_prediction_is_the_gradient_times_the_change() -> None:
+    model: Any = zoo.build("gpt2", "sdpa")
+    found = tl.patching(tl.Lens(model, rules="jacobian"), CLEAN, CORRUPTED, target=(4, 9))
+    kept: list[torch.Tensor] = []
+    handle = model.transformer.h[1].mlp.register_forward_hook(lambda m, args, y: kept.append(y))
+    logits = model(torch.tensor([CLEAN])).logits[0, -1]
+    model(torch.tensor([CORRUPTED]))
+    handle.remove()
+    (slope,) = torch.autograd.grad(logits[4] - logits[9], kept[0])
+    place = [str(label) for label in found.labels].index("block 1, feed-forward")
+    assert float(found.predicted[place]) == pytest.approx(float((slope * (kept[1] - kept[0])).sum().detach()), rel=1e-6)
+
+
 def test_a_module_that_several_blocks_use_cannot_be_patched() -> None:
     sizes: dict[str, Any] = zoo.TEXT | {"embedding_size": 8}
     config = hf.AlbertConfig(**sizes)
