@@ -172,3 +172,23 @@ def test_a_product_of_whole_numbers_is_carried() -> None:
     T = tl.Lens(of_blocks(lambda: Block(mlp=ByIntegers())))(list(IDS))
     assert T.certificate().passed and gap(T @ T.input + T.bias, T.output) < 1e-12
     assert T.certificate().held["blocks.0.mlp.down"] < 0.9
+
+
+class Masked(Attention):
+    """What is done to the matrix after the softmax."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(-3, -2) for t in self.qkv(x).chunk(3, -1))
+        return self.proj((self.change((q @ k.mT).softmax(-1)) @ v).transpose(-3, -2).flatten(-2))
+
+
+@pytest.mark.parametrize("change", [torch.nan_to_num, torch.tril, lambda a: torch.where(a > 0.01, a, 0.0)])
+def test_heads_of_a_matrix_that_is_cut_after_its_softmax(change: Callable[[Tensor], Tensor]) -> None:
+    block = tl.Lens(of_blocks(lambda: Block(Masked(change))))(list(IDS)).blocks(0, 1)
+    parts = sum(block.heads({0: [head]}) @ block.input for head in range(H))
+    none = block.without_heads({0: range(H)}) @ block.input
+    assert gap(parts - (H - 1) * none, block @ block.input) < 1e-12

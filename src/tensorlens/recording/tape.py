@@ -53,6 +53,9 @@ ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin t
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
 """Functions of decisions in whose result one element depends on several of them."""
 
+KEEPS_ATTENTION = KEEPS_ROLE | words("nan_to_num where tril triu")
+"""Functions after which a held attention matrix is one."""
+
 DECIDES = words("topk sort argsort argmax argmin max min kthvalue gt ge lt le eq ne nonzero multinomial")
 """Functions of held numbers whose results are decisions, such as the experts of a router."""
 
@@ -425,7 +428,7 @@ class Tape:
             return self._of_choices(name, result, args, kwargs)
         if self.n_samples > 1 and name in DECIDES:
             return self.held(result, Role.CHOICE)
-        role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ROLE else None
+        role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ATTENTION else None
         return result if role is None else self.held(result, role)
 
     def _check_choices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
