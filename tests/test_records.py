@@ -316,4 +316,4 @@ def test_a_comparison_that_was_loaded_has_no_tensors(tmp_path: Path) -> None:
     back = tl.Comparison.load(record("comparison").save(tmp_path / "found.json"))
     assert back.per_pair is not None and back.distance == record("comparison").distance  # type: ignore[attr-defined]
     with pytest.raises(tl.errors.MethodError, match="without its tensors"):
-        _ = back.first
+        _ = replace(back, pairs=None).per_pair

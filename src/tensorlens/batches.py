@@ -167,11 +167,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         return self.recording.mixes_samples or ("something carried" if carries_across(self.recording) else None)
 
     def check(self) -> None:
-        """Refuse samples whose batched results differ from single ones.
-
-        Raises:
-            InputError: the model mixes samples, or padding changes results.
-        """
+        """Refuse samples whose batched results differ from single ones: mixed ones, or those that padding changes."""
         if self.is_separable():
             return
         raise InputError(
@@ -538,47 +534,33 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
 # The maps of a data set -----------------------------------------------------------------------------------------------
 
 
-def dataset_maps(
-    specimen: Specimen,
-    inputs: Iterable[Any],
-    asked: Asked,
-    rows: Rows,
-    *,
-    batch_size: int | None = None,
-    progress: bool | None = None,
-) -> Iterator[Results]:
-    """The maps of all inputs by method, in their order."""
-    asked.check()
-    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-        raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
-    if rows.on_error not in ("raise", "skip"):
-        raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
-    work = DatasetMaps(specimen, asked, batch_size)
-    return chain.from_iterable(stepwise(_windows(work, inputs, rows, progress)))
-
-
-def _windows(work: DatasetMaps, inputs: Iterable[Any], rows: Rows, progress: bool | None) -> Iterator[list[Results]]:
-    total = len(inputs) if isinstance(inputs, Sized) else None
-    disable = None if progress is None else not progress
-    waiting, first = iter(inputs), rows.first
-    with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
-        while window := list(islice(waiting, WINDOW * work.most)):
-            yield work.window(rows.good(work.specimen, window, first), done=bar.update)
-            first += len(window)
-
-
 class DatasetMaps(InBatches):
-    """Makes maps of samples in batches.
+    """Makes maps of many samples, in their order; options are those of `Lens.maps`."""
 
-    Args:
-        specimen: The model.
-        asked: What is asked of every sample.
-        batch_size: Samples per batch; as many as fit into free memory if None.
-    """
-
-    def __init__(self, specimen: Specimen, asked: Asked, batch_size: int | None = None) -> None:
+    def __init__(
+        self, specimen: Specimen, asked: Asked, rows: Rows | None = None, batch_size: int | None = None
+    ) -> None:
+        rows = rows or Rows()
+        asked.check()
+        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+            raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
+        if rows.on_error not in ("raise", "skip"):
+            raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
         super().__init__(specimen, asked.methods, batch_size, seed=asked.seed)
-        self.asked = asked
+        self.asked, self.rows = asked, rows
+
+    def of(self, inputs: Iterable[Any], progress: bool | None) -> Iterator[Results]:
+        """The maps of each input by method."""
+        return chain.from_iterable(stepwise(self._windows(inputs, progress)))
+
+    def _windows(self, inputs: Iterable[Any], progress: bool | None) -> Iterator[list[Results]]:
+        total = len(inputs) if isinstance(inputs, Sized) else None
+        disable = None if progress is None else not progress
+        waiting, first = iter(inputs), self.rows.first
+        with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
+            while window := list(islice(waiting, WINDOW * self.most)):
+                yield self.window(self.rows.good(self.specimen, window, first), done=bar.update)
+                first += len(window)
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
         """Start the maps of a batch; those that differ in batches are made one by one."""

@@ -106,27 +106,13 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
         yield table(("block", "operation", "module", "in", "by"), rows, numbers=(4,))
 
     @property
-    def first(self) -> AttentionTensor:
-        """One of the two."""
-        return self._tensors[0]
-
-    @property
-    def second(self) -> AttentionTensor:
-        """The other."""
-        return self._tensors[1]
-
-    @property
-    def _tensors(self) -> tuple[AttentionTensor, AttentionTensor]:
-        found = getattr(self, "_tensors_compared", None)
-        if found is None:
-            raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
-        return found
-
-    @property
     def per_pair(self) -> Float[Tensor, "out_token in_token"] | None:
         """The distance of every pair of tokens; NaN where T₁ is zero and T₂ is not; None where the shapes differ."""
         if self.pairs is None and self.distance is not None:
-            force_setattr(self, "pairs", _per_pair(*self._tensors, self.probes, self.seed))
+            tensors = getattr(self, "_tensors_compared", None)
+            if tensors is None:
+                raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
+            force_setattr(self, "pairs", _per_pair(*tensors, self.probes, self.seed))
         return self.pairs
 
 

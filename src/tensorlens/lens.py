@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tensorlens.answers.answer import Answer, make_answer
-from tensorlens.batches import Asked, Batch, Rows, dataset_maps
+from tensorlens.batches import Asked, Batch, DatasetMaps, Rows
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.explanation import Explanation, explain
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN
@@ -189,7 +189,7 @@ class Lens(Printed):
             raise InputError(f"`skipped` must be a list, which receives the rows left out; got {skipped!r:.60}.")
         asked = Asked(methods=tuple(names), out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
         rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        found = dataset_maps(self.specimen, inputs, asked, rows, batch_size=batch_size, progress=progress)
+        found = DatasetMaps(self.specimen, asked, rows, batch_size).of(inputs, progress)
         return (maps[method] for maps in found) if isinstance(method, str) else found
 
     @own_modes

@@ -346,11 +346,7 @@ def _checksum(record: bytes) -> str:
 
 
 def read_tensor(path: Path, model: nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
-    """The operator and the context of a file.
-
-    Raises:
-        InputError: there is no such file, it is of another kind or damaged, or it names other weights.
-    """
+    """The operator and the context of a file."""
     if not path.is_file():
         raise InputError(f"Expected a file that `AttentionTensor.save` wrote; {str(path)!r} does not exist.")
     try:
@@ -429,11 +425,7 @@ def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch
 
 
 def _restore_program(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch.device | None) -> Program:
-    """The program of a record.
-
-    Raises:
-        ValueError, KeyError, TypeError, NotLinearError: the record is damaged.
-    """
+    """The program of a record; a damaged one raises whatever comes, which `unpack` turns into one error."""
     stored = record.program
     places = {int(key[1:]): value for key, value in tensors.items() if key.startswith("c") and key[1:].isdigit()}
     names = {int(key[1:]): view.name for key, view in record.tensors.views.items() if view.name is not None}
@@ -462,11 +454,7 @@ def _restore_tensors(
     weights: Mapping[str, Tensor] | None,
     device: torch.device | None,
 ) -> dict[str, Tensor]:
-    """The tensors of a record.
-
-    Raises:
-        InputError: the model's weights are others.
-    """
+    """The tensors of a record."""
     memories = list[Tensor]()
     for n, one in enumerate(record.memories):
         run = memory(str(n)) if one.weight is None else _weight(one, weights)

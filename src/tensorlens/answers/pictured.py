@@ -34,11 +34,7 @@ def read_pictured(specimen: Specimen, prompt: Any) -> Prompt | None:
 
 
 def _messages(specimen: Specimen, messages: Sequence[Any]) -> Prompt:
-    """Chat messages with pictures, rendered by the processor's own template.
-
-    Raises:
-        InputError: A message or a picture cannot be read, or the processor or the model does not take pictures.
-    """
+    """Chat messages with pictures, rendered by the processor's own template."""
     processor = specimen.processor
     parts = [list(_parts(one)) for one in messages]
     pictures = [_opened(part) for some in parts for part in some if part["type"] == "image"]
@@ -72,11 +68,7 @@ def _messages(specimen: Specimen, messages: Sequence[Any]) -> Prompt:
 
 
 def _processed_prompt(specimen: Specimen, made: Mapping[str, Any]) -> Prompt:
-    """What a processor made of text and pictures.
-
-    Raises:
-        InputError: It holds several samples.
-    """
+    """What a processor made of text and pictures, for one sample."""
     ids = torch.as_tensor(made["input_ids"])
     if ids.dim() > 1 and len(ids) != 1:
         raise InputError(f"One answer is explained at a time; got a batch of {len(ids)} prompts.")
@@ -201,11 +193,7 @@ def _of_answer(name: str, value: Tensor, prompt: Prompt) -> int:
 def columns_of(prompt: Prompt, text: Sequence[Group], labels: Sequence[str], regions: Any) -> tuple[Group, ...]:
     """Groups of the text and of the pictures' tokens, in the order of the input.
 
-    Args:
-        prompt: With the pictures.
-        text: Groups of the tokens that stand for no picture.
-        labels: One for each token.
-        regions: How to cut pictures, as for `find_regions`; one group per token if None.
+    Pictures are cut by `regions` as in `find_regions`, or into their tokens if it is None.
     """
     found = list(text)
     for k, picture in enumerate(prompt.pictures):

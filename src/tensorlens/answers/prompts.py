@@ -192,11 +192,7 @@ class Continuation(NamedTuple):
 
 
 def given(specimen: Specimen, prompt: Prompt, answer: Any) -> Continuation:
-    """An answer of the user's, as text or ids.
-
-    Raises:
-        InputError: It is empty, or the tokens of prompt and answer together do not begin with those of the prompt.
-    """
+    """An answer of the user's, as text or ids; the tokens of prompt and answer must begin with those of the prompt."""
     if not isinstance(answer, str):
         ids = _given_ids(answer)
         return Continuation(ids, *decoded(specimen, ids))

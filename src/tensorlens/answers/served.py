@@ -43,11 +43,7 @@ class Agreement(NamedTuple):
 
 
 def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
-    """A server's log-probabilities, one for each token of an answer.
-
-    Raises:
-        InputError: There are more or fewer, or they are not log-probabilities.
-    """
+    """A server's log-probabilities, one for each token of an answer."""
     if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
         raise InputError(
             f"`logprobs` must be a list with one number for each token of the answer; got {logprobs!r:.60}."

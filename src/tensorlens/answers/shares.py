@@ -64,11 +64,7 @@ class Targets(NamedTuple):
 
 
 def make_targets(recording: Recording, ids: Sequence[int], first: int, kind: TargetKind) -> Targets:
-    """The targets of the tokens `ids`, the first of them predicted at position `first`.
-
-    Raises:
-        InputError: There is no such kind.
-    """
+    """The targets of the tokens `ids`, the first of them predicted at position `first`."""
     if kind not in get_args(TargetKind):
         raise InputError(f"`target` must be one of {', '.join(get_args(TargetKind))}; got {kind!r}.")
     readout = recording.readout

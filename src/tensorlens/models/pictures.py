@@ -46,12 +46,7 @@ def is_picture(value: Any) -> bool:
 
 
 def open_picture(path: Path) -> Any:
-    """The picture in a file.
-
-    Raises:
-        InputError: There is none.
-        MissingExtraError: Pillow is not installed.
-    """
+    """The picture in a file."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -111,11 +106,7 @@ class Looking(NamedTuple):
 
 
 def find_pictures(looking: Looking) -> tuple[Picture, ...]:
-    """Each picture with its tokens and the part that each of them covers.
-
-    Raises:
-        InputError: There are crops of Gemma 3, whose places in the picture are not known.
-    """
+    """Each picture with its tokens and the part that each of them covers; those of Gemma 3's crops are not known."""
     n = len(looking.pictures)
     if not looking.positions:
         return ()

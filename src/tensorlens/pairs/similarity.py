@@ -3,9 +3,9 @@ r"""Why are two inputs similar? The pair map of their vectors, exact.
 With norms held, the vector of a text is affine in its input: $y_a = Σ_i y_{a,i} + P B$ with $y_{a,i} = P T (e_i ⊙ X)$.
 So a dot product of two is a sum over pairs, $⟨y_a, y_b⟩ = Σ_{ij} ⟨y_{a,i}, y_{b,j}⟩$, biases as one more index.
 
-The $y_{a,i}$ are one push per group of tokens, or one pull per channel. With those of one side known, the other side
-need not be taken apart: a pull of each $y_{a,i}$ gives $⟨y_{a,i}, y_{b,j}⟩$ for all j. Whatever takes fewest passes is
-done; so the words of a short query are pulled through long passages.
+The $y_{a,i}$ are one push per group of tokens. With those of one side known, the other side need not be taken apart: a
+pull of each $y_{a,i}$ gives $⟨y_{a,i}, y_{b,j}⟩$ for all j. Whatever takes fewest passes is done; so the words of a
+short query are pulled through long passages.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class _Comparing(InBatches):
 def _products(a: Vectors, b: Vectors, norms: Tensor, meeting: Tensor) -> Tensor:
     """(sample of b, group of a + 1, group of b + 1): products of parts over norms, in the fewest passes."""
     n, n_a, n_b = len(b.batch), len(a.members) + 1, len(b.members) + 1
-    passes = {"both": a.n_passes + n * b.n_passes, "b": a.n_passes + n * n_a, "a": n * (b.n_passes + n_b)}
+    passes = {"both": a.n_pushes + n * b.n_pushes, "b": a.n_pushes + n * n_a, "a": n * (b.n_pushes + n_b)}
     through = min(passes, key=passes.__getitem__)
     if 2 * passes[through] > passes["both"]:  # little to win, and a pull costs more than a push
         through = "both"

@@ -1,4 +1,4 @@
-"""The vectors of inputs that share one recording, taken apart by groups of tokens: pushes, or pulls."""
+"""The vectors of inputs that share one recording, taken apart by groups of tokens."""
 
 from __future__ import annotations
 
@@ -96,16 +96,14 @@ class Vectors:
     # Taking vectors apart ---------------------------------------------------------------------------------------------
 
     @property
-    def n_passes(self) -> int:
-        """How many passes of an input its parts take: pushes, or one pull per channel."""
-        n_groups = len(self.members)
-        n_channels = n_groups if self.pooling.kind == "late" else self.states.shape[-1]
-        return 0 if "parts" in self.__dict__ else min(n_groups, n_channels)
+    def n_pushes(self) -> int:
+        """How many pushes of an input its parts take."""
+        return 0 if "parts" in self.__dict__ else len(self.members)
 
     @cached_property
     def parts(self) -> Tensor:
         """(group + 1, sample, place, channel): what each group gives, and last the bias."""
-        parts = self._projected(self._pushed() if self.n_passes == len(self.members) else self._pulled())
+        parts = self._projected(self._pushed())
         bias = self.whole - parts.sum(0) if self.bias is None else self.bias
         return torch.cat([parts, bias[None]])
 
@@ -150,11 +148,6 @@ class Vectors:
             return self._pooled(self._several(self.program.linear.run_each, alone))
 
         return self._some_at_a_time(self.members, push)
-
-    def _pulled(self) -> Tensor:
-        """One pull per channel of the vector, which splits that channel over tokens."""
-        units = torch.eye(self.states.shape[-1], dtype=torch.float64)[:, None, None].expand(-1, len(self.batch), 1, -1)
-        return torch.einsum("kst,cst->ksc", self.members.double(), self._pull_back(units))[:, :, None]
 
     def _pull_back(self, u: Tensor) -> Tensor:
         """(vector, sample, token): the part of ⟨u, y⟩ that each token carries, for u (vector, sample, …)."""
