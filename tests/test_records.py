@@ -245,9 +245,7 @@ def test_meta_may_be_deep_but_not_without_end() -> None:
     for _ in range(MOST_NESTED + 1):
         deep = [deep]
     with pytest.raises(tl.InputError, match=f"at most {MOST_NESTED} levels"):
-        tl.TokenMap(
-            **{name: getattr(token_map(), name) for name in token_map().__struct_fields__} | {"meta": {"a": deep}}
-        )
+        replace(token_map(), meta={"a": deep})
 
 
 def test_every_kind_of_record_is_tried_here() -> None:
@@ -300,7 +298,9 @@ def test_an_array_of_a_record_is_a_copy() -> None:
 def test_an_explanation_and_an_answer_are_frames_too() -> None:
     lens = tl.Lens(build("gpt2"))
     told = lens.explain(sample("gpt2"))
-    assert np.array_equal(np.asarray(told), told.map.scores.numpy()) and told.to_pandas().shape == told.map.shape
+    assert np.array_equal(np.asarray(told), told.map.scores.numpy()) and told.to_pandas().shape == tuple(
+        told.map.scores.shape
+    )
     answer = lens.answer(list(range(1, 6)), [3, 4])
     assert answer.headline.startswith("Why “") and answer.to_pandas().shape == answer.map().shape
 
