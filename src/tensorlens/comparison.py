@@ -112,7 +112,8 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
             tensors = getattr(self, "_tensors_compared", None)
             if tensors is None:
                 raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
-            force_setattr(self, "pairs", _per_pair(*tensors, self.probes, self.seed))
+            first, second = tensors
+            force_setattr(self, "pairs", _per_pair(first, second, self.probes, self.seed))
         return self.pairs
 
 
