@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tensorlens.batches import Batch
 from tensorlens.models.precision import tf32
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program import folding
-from tensorlens.program.program import Program
+from tensorlens.recording.recording import Recording
 
 CASES = [("bert-classifier", "sdpa"), ("gpt2", "eager"), ("qwen2", "sdpa")]
 """Families: every one is in the zoo, and each takes a second."""
@@ -76,7 +78,8 @@ def test_every_method_of_mixed_lengths(name, attention):
 @pytest.mark.parametrize("method", ["tensor.in_class", "tensor.in_out", "tensor.norm", "rollout.glob_enc"])
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
 def test_padding_is_silent(name, method):
-    lens, inputs, options = tl.Lens(zoo.build(name)), ids(), {"probes": 4} if method == "tensor.norm" else {}
+    lens, inputs = tl.Lens(zoo.build(name)), ids()
+    options: dict[str, Any] = {"probes": 4} if method == "tensor.norm" else {}
     found = list(lens.maps(inputs, method, **options))
     assert [len(one.in_tokens) for one in found] == list(LENGTHS) and same(lens, inputs, found, method, **options)
     assert not any("batches" in one.meta for one in found)
@@ -84,7 +87,8 @@ def test_padding_is_silent(name, method):
 
 @pytest.mark.parametrize("method", TOGETHER)
 def test_a_batch_of_one_is_the_sample(method):
-    lens, options = tl.Lens(zoo.build("gpt2")), {"probes": 4} if method == "tensor.norm" else {}
+    lens = tl.Lens(zoo.build("gpt2"))
+    options: dict[str, Any] = {"probes": 4} if method == "tensor.norm" else {}
     [value] = ids((5,))
     [found] = lens.batch([value]).maps(method, **options)
     assert error(found, alone(lens, value, method, **options)) < 1e-12
@@ -123,7 +127,7 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     def watched(self, *args, **options):
         if len(self) == 1:  # the sample that is also mapped alone
             return begin(self, *args, **options)
-        number, pending = len(order), begin(self, *args, **options)
+        number, pending: Any = len(order), begin(self, *args, **options)
         order.append(f"begun {number}")
         return lambda: (order.append(f"finished {number}"), pending())[1]
 
@@ -138,7 +142,7 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
     begin = Batch.begin
 
     def faulty(self, *args, **options):
-        pending = begin(self, *args, **options)
+        pending: Any = begin(self, *args, **options)
         factor = 2 if len(self) > 1 else 1  # batches are wrong
         return lambda: [msgspec.structs.replace(one, scores=factor * one.scores) for one in pending()]
 
@@ -149,7 +153,7 @@ def test_a_batch_begun_before_the_check_failed_is_made_again(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "place", "name"), [("tensor.in_class", Program, "pull"), ("tensor.contribution", folding, "_push")]
+    ("method", "place", "name"), [("tensor.in_class", Recording, "pull"), ("tensor.contribution", folding, "_push")]
 )
 def test_memory_that_runs_out_on_the_way_halves_the_batch(method, place, name, monkeypatch):
     lens, inputs, whole, sizes = tl.Lens(zoo.build("llama", "eager")), ids((4,) * 6), getattr(place, name), []
