@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-
 from typing import Any
 
 import msgspec
@@ -127,7 +126,8 @@ def test_the_next_batch_is_begun_before_the_last_is_waited_for(monkeypatch):
     def watched(self, *args, **options):
         if len(self) == 1:  # the sample that is also mapped alone
             return begin(self, *args, **options)
-        number, pending: Any = len(order), begin(self, *args, **options)
+        number = len(order)
+        pending: Any = begin(self, *args, **options)
         order.append(f"begun {number}")
         return lambda: (order.append(f"finished {number}"), pending())[1]
 
