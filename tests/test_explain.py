@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from zoo import build
 
 import tensorlens as tl
+from tensorlens import recommendations
 from tensorlens.app import cli, explain_command, printing
 from tensorlens.maps.defaults import MapQuestion
 from tensorlens.recommendations import QUESTIONS
@@ -54,7 +56,7 @@ def printed(e: tl.Explanation) -> str:
 def test_what_is_recommended_exists_and_has_a_reason(question):
     found = tl.recommended(question)
     assert found.question == question and found.rules.name in RULE_SETS
-    assert found.method in {*tl.METHODS, "components"}
+    assert found.method == "components" or tl.METHODS[found.method].takes_target
     assert found.target == ("runner_up" if question == "passage" else "logit")
     assert re.search(r"docs/[a-z-]+\.md\)\.$", found.because)
     assert question == "paper" or re.search(r"\d", found.because)
@@ -73,19 +75,27 @@ def test_what_is_recommended_is_taken(lens):
 @pytest.mark.parametrize("question", ["word", "passage", "paper"])
 def test_an_explanation_is_the_recommended_map_put_together(lens, question):
     e = lens.explain(TEXT, question)
-    rules = tl.recommended(question).rules
-    T = lens.with_rules(rules)(TEXT)
+    asked = tl.recommended(question)
+    T = lens.with_rules(asked.rules)(TEXT)
     first, second = T.predictions(2)
-    target = (first.index, second.index) if tl.recommended(question).target == "runner_up" else None
-    plain = T.map("tensor.in_class", -1, target)
+    plain = T.map(asked.method, -1, (first.index, second.index) if asked.target == "runner_up" else None)
     torch.testing.assert_close(e.map.scores.sum(), plain.scores.sum())
-    assert e.map.meta["rules"] == rules.as_dict() == e.rules.as_dict()
+    assert e.map.method == asked.method
+    assert e.map.meta["rules"] == asked.rules.as_dict() == e.rules.as_dict()
     grouped = {"passage": "sentences"}.get(question, "words")
     assert e.map.meta["grouped"] == grouped
     whole = plain.group(grouped, sink_beside=True)
     assert e.map.in_tokens == whole.in_tokens
     np.testing.assert_array_equal(e.map.scores, whole.scores)
     assert lens.explain(TEXT, question, tokens=True).map.in_tokens == plain.in_tokens
+
+
+def test_another_method_in_the_table_gives_another_map(lens, monkeypatch):
+    other = dataclasses.replace(tl.recommended("word"), method="gradient.times_input")
+    monkeypatch.setitem(recommendations._TABLE, "word", other)
+    e, T = lens.explain(TEXT, tokens=True), lens.with_rules(other.rules)(TEXT)
+    assert e.map.method == other.method and e.map.headline == e.headline
+    np.testing.assert_array_equal(e.map.scores, T.map(other.method, -1).scores)
 
 
 def test_the_headline_asks_why_with_the_models_own_probability(lens):

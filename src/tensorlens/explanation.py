@@ -60,12 +60,16 @@ class Explanation(Tabular):
     ) -> None:
         self.tensor, self.recommendation, self.out_token = tensor, recommendation, default_output(tensor)
         self._by_token = tokens
-        if has_predictions(tensor):
+        recording, of_tokens = tensor.operator.recording, recommendation.method != "components"
+        has_head = has_predictions(tensor)
+        if has_head:
             against = self._runner_up(target) if against is None else against
-        elif target is not None or against is not None or recommendation.method == "components":
-            raise no_head(tensor.operator.recording.name)
-        self._question = MapQuestion.complete(tensor, None, None, target, against)
-        self._asked = self._question.headlined(tensor)
+        elif target is not None or against is not None or not of_tokens:
+            raise no_head(recording.name)
+        method = recommendation.method if has_head and of_tokens else None
+        self._question = MapQuestion.complete(tensor, method, None, target, against, is_one=has_head)
+        place = self._question.place(tensor)
+        self._asked = headlined(recording, tensor.context, place, target, against) if has_head else None
 
     def _runner_up(self, target: str | int | None) -> int | None:
         """The likeliest other token or class, where the question is best asked against it."""

@@ -20,7 +20,8 @@ class Recommendation(Printed):
     Attributes:
         question: A name in `QUESTIONS`.
         rules: The rule set.
-        method: A name in `METHODS`; ``"components"`` for `AttentionTensor.components`.
+        method: A method in `METHODS` that takes a target, or ``"components"`` for `AttentionTensor.components`. A model
+            without a head has no target; there `default_method` of `maps/defaults` decides.
         target: What is explained of the prediction: its ``"logit"``, or its logit minus that of the ``"runner_up"``,
             the likeliest other token.
         because: The reason in one sentence, with a number and the page that documents it.
