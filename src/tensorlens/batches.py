@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from msgspec.structs import replace
 from torch import nn
-from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
@@ -43,6 +42,7 @@ from tensorlens.models.modes import own_modes, stepwise
 from tensorlens.models.precision import in_float64, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.progress import bar
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
@@ -555,11 +555,10 @@ class DatasetMaps(InBatches):
 
     def _windows(self, inputs: Iterable[Any], progress: bool | None) -> Iterator[list[Results]]:
         total = len(inputs) if isinstance(inputs, Sized) else None
-        disable = None if progress is None else not progress
         waiting, first = iter(inputs), self.rows.first
-        with tqdm(total=total, unit="map", delay=1, leave=False, disable=disable) as bar:
+        with bar(progress=progress, total=total, unit="map", delay=1, leave=False) as shown:
             while window := list(islice(waiting, WINDOW * self.most)):
-                yield self.window(self.rows.good(self.specimen, window, first), done=bar.update)
+                yield self.window(self.rows.good(self.specimen, window, first), done=shown.update)
                 first += len(window)
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.__about__ import package_versions
@@ -37,6 +36,7 @@ from tensorlens.models.runner import run
 from tensorlens.models.samples import check_several
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import of_each
+from tensorlens.progress import bar
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen
@@ -260,11 +260,11 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)
         rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)
-        with tqdm(unit=" texts", disable=None if progress is None else not progress) as bar:
+        with bar(progress=progress, unit=" texts") as shown:
             while some := list(islice(rest, batch_size)):
                 cancel.check()
                 sums.add(lens.specimen, some)
-                bar.update(len(some))
+                shown.update(len(some))
         if sums.n_texts == 0 or sums.matrices is None or sums.bias is None:
             raise InputError(
                 f"Expected texts with more than {skip_first + skip_last} tokens; got {sums.n_short} shorter ones."

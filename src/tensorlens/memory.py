@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.axes import Range
 from tensorlens.errors import SizeError
+from tensorlens.progress import bar
 
 # The one table of memory. Each share is a part of the memory that is free at that moment, so that what was taken before
 # counts by itself; they need not add up to one.
@@ -126,10 +126,10 @@ class Portions:
     def __iter__(self) -> Iterator[tuple[Range, Range]]:
         output = cotangent = 0
         total = self.n_outputs * self.n_cotangents
-        bar = None
+        shown = None
         if self.n_passes > 1:  # one piece has no progress to show, and a bar takes longer than a sketch's block
-            bar = tqdm(total=total, unit=self.unit, delay=3, leave=False, disable=None)
-        with bar or nullcontext():
+            shown = bar(total=total, unit=self.unit, delay=3, leave=False)
+        with shown or nullcontext():
             while output < self.n_outputs:
                 outputs = Range(output, min(output + self.group, self.n_outputs))
                 cotangents = Range(cotangent, min(cotangent + self.width, self.n_cotangents))
@@ -137,8 +137,8 @@ class Portions:
                 if self._failed:
                     self._failed = False
                     continue
-                if bar is not None:
-                    bar.update(outputs.size * cotangents.size)
+                if shown is not None:
+                    shown.update(outputs.size * cotangents.size)
                 cotangent = cotangents.stop % self.n_cotangents
                 output = outputs.stop if cotangent == 0 else output
 

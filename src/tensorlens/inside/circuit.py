@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole, missing_extra
@@ -29,6 +28,7 @@ from tensorlens.inside.wiring import TARGET, InputPair, scored_pair
 from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
+from tensorlens.progress import bar
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
 
@@ -167,7 +167,7 @@ class Circuit:
         masks = [self._best(round(share * self.size), order) for share in sizes]
         masks += [] if self.kept is None else [self.kept]
         edges = torch.stack([self._edges(mask) for mask in masks])
-        rows = [pair.recovered(edges) for pair in tqdm(self.pairs, disable=None if progress is None else not progress)]
+        rows = [pair.recovered(edges) for pair in bar(self.pairs, progress)]
         selected = None
         if self.kept is not None:
             of_kept = [row.pop() for row in rows]
@@ -298,7 +298,7 @@ def circuit(
     check_whole(steps, "steps", 1)
     items = _items(clean, corrupted, target)
     pairs, sums, asked = list[InputPair](), list[tuple[Tensor, Tensor]](), None
-    for one, other, wanted in tqdm(items, unit=" pairs", disable=None if progress is None else not progress):
+    for one, other, wanted in bar(items, progress, unit=" pairs"):
         cancel.check()
         asked = Explained.of(lens(one), out_token, wanted)
         pair, found = scored_pair(lens, asked.run(), other, steps if scores == "integrated" else None)

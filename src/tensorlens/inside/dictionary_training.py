@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
-from tqdm import tqdm
 
 from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
@@ -16,6 +15,7 @@ from tensorlens.inside.block import StreamPass
 from tensorlens.inside.dictionary import Encoder
 from tensorlens.inside.seats import readout_of_model, seat_of
 from tensorlens.models.layouts import state_of
+from tensorlens.progress import bar
 
 HELD_OUT = 0.1
 """Share of the tokens by which the error is measured."""
@@ -76,7 +76,7 @@ def trained_parts(
     weight, bias, decoder, centre = made
     optimiser = torch.optim.Adam(made, lr=1e-3)
     seen = torch.zeros(n_features, dtype=torch.bool, device=x.device)
-    for step in tqdm(range(steps), unit=" steps", disable=None if progress is None else not progress):
+    for step in bar(range(steps), progress, unit=" steps"):
         cancel.check()
         some = own[torch.randint(len(own), (batch_size,), generator=generator).to(own.device)]
         with torch.enable_grad():

@@ -23,7 +23,6 @@ import msgspec
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from tensorlens.errors import InputError, MethodError, check_lens, check_whole
 from tensorlens.inside.block import Part
@@ -36,6 +35,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import FusedAttention, fused_attention, mixing
 from tensorlens.program.composite import rows_of_attention
+from tensorlens.progress import bar
 from tensorlens.recording.recording import Recording
 from tensorlens.records import Record, as_array
 from tensorlens.views.labels import visible
@@ -236,12 +236,12 @@ def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:
     """The target with one edit after the other, NaN where one cannot be made; several share a run of the model."""
     found = list[float]()
-    with tqdm(total=len(edits), unit=" patches", disable=None if progress is None else not progress) as bar:
+    with bar(progress=progress, total=len(edits), unit=" patches") as shown:
         for start in range(0, len(edits), PATCHES):
             some = edits[start : start + PATCHES]
             logits = edited_logits(run, [[edit] for edit in some])
             found += [float("nan") if one is None else run.read(one) for one in logits]
-            bar.update(len(some))
+            shown.update(len(some))
     return torch.tensor(found, dtype=torch.float64)
 
 
