@@ -15,7 +15,7 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError
 from tensorlens.specimen import Specimen
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.measuring import GroupMaps
+from tensorlens.studies.perturbation_study.curves import GroupMaps
 from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.perturbation_study.samples import Texts
 

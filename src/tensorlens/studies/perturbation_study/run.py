@@ -20,8 +20,8 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.options import Options, check_member, checked_names, chosen_options, split
+from tensorlens.studies.perturbation_study.curves import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.measures import GRID, check_grid
-from tensorlens.studies.perturbation_study.measuring import RANDOM, GroupMaps, Measurement
 from tensorlens.studies.perturbation_study.report import each_result, perturbation_report, perturbation_summary
 from tensorlens.studies.perturbation_study.samples import Images, Samples, Texts
 from tensorlens.studies.runs import Run, StudyResult, model_settings

@@ -1,4 +1,4 @@
-"""What happens to a group of samples: maps, rankings, replaced copies, curves.
+"""The curves of a group of samples: maps, rankings, replaced copies, and what replacing them does at each step.
 
 The samples of a group share recordings, and their copies share batches of the plain model.
 """
