@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def prepared(name: str, texts: list[str], n_copies: int = 5):
     clean = {index: plain.run(sample.inputs) for index, sample in loaded.items()}
     plain.sizes.clear()
 
-    def changes(replacement: str, *only: int):
+    def changes(replacement: str, *only: int) -> dict[int, Any]:
         some = {index: loaded[index] for index in only or loaded}
-        return changes_of(subject, some, clean, masks, replacement)
+        return {**changes_of(subject, some, clean, masks, replacement)}
 
     return plain, masks, changes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ def group(name: str) -> tuple[tl.Lens, list]:
     return lens, [subject.load(index) for index in range(len(subject))]
 
 
+def maps_of(lens: tl.Lens, samples: list, methods: list[str], watch: Any = "last") -> list[Any]:
+    return GroupMaps(lens, methods, PerturbationOptions(watch=watch)).of(samples)
+
+
 def assert_same(one: tl.TokenMap, other: tl.TokenMap) -> None:
     assert one.out_tokens == other.out_tokens
     torch.testing.assert_close(one.scores, other.scores, rtol=1e-10, atol=1e-12)
@@ -36,13 +41,10 @@ def assert_same(one: tl.TokenMap, other: tl.TokenMap) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
 def test_all_methods_of_a_group_are_those_of_each_sample(name):
     lens, samples = group(name)
-    out_token = -1 if name == "gpt2" else 0
-    maps = GroupMaps(lens, list(tl.METHODS), PerturbationOptions(watch="last" if out_token else "first"))
-    for sample, found in zip(samples, maps.of(samples), strict=True):
-        assert list(found) == list(tl.METHODS)
-        [alone] = GroupMaps(lens, list(tl.METHODS), PerturbationOptions(watch="last" if out_token else "first")).of(
-            [sample]
-        )
+    methods, watch = list(tl.METHODS), "last" if name == "gpt2" else "first"
+    for sample, found in zip(samples, maps_of(lens, samples, methods, watch), strict=True):
+        assert list(found) == methods
+        [alone] = maps_of(lens, [sample], methods, watch)
         for method, one in alone.items():
             assert_same(found[method], one)
             assert "batches" not in found[method].meta
@@ -50,7 +52,7 @@ def test_all_methods_of_a_group_are_those_of_each_sample(name):
 
 def test_a_member_behind_an_at_is_a_lens_with_its_rules():
     lens, samples = group("gpt2")
-    found = GroupMaps(lens, MEMBERS, PerturbationOptions(watch="last")).of(samples)
+    found = maps_of(lens, samples, MEMBERS)
     for name in MEMBERS:
         member = name.partition("@")[2]
         rules = tl.Rules(gate="half") if member == "half_gate" else getattr(tl.Rules, member)()
@@ -64,7 +66,7 @@ def test_a_member_behind_an_at_is_a_lens_with_its_rules():
 def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
     lens, samples = group("gpt2")
     methods = ["tensor.norm", "tensor.in_out"]
-    expected = GroupMaps(lens, methods, PerturbationOptions(watch="last")).of(samples)
+    expected = maps_of(lens, samples, methods)
     begin = Batch.begin
 
     def wrong(batch, method, *args, **named):
@@ -74,7 +76,7 @@ def test_a_method_that_is_wrong_together_goes_one_by_one(monkeypatch):
         return lambda: [replace(one, scores=2 * one.scores) for one in finish()]
 
     monkeypatch.setattr(Batch, "begin", wrong)
-    found = GroupMaps(lens, methods, PerturbationOptions(watch="last")).of(samples)
+    found = maps_of(lens, samples, methods)
     for one, other in zip(found, expected, strict=True):
         assert_same(one["tensor.norm"], other["tensor.norm"])
         assert "samples go one by one" in one["tensor.norm"].meta["batches"]
@@ -91,7 +93,7 @@ def test_samples_that_cannot_be_recorded_together_are_recorded_alone(monkeypatch
         return record(specimen, arguments, n_samples=n_samples)
 
     monkeypatch.setattr(Specimen, "record", refuse)
-    found = GroupMaps(lens, ["tensor.in_out"], PerturbationOptions(watch="last")).of(samples)
+    found = maps_of(lens, samples, ["tensor.in_out"])
     assert all("several" in one["tensor.in_out"].meta["batches"] for one in found)
 
 
@@ -109,4 +111,4 @@ def test_members_in_a_run(tmp_path):
 @pytest.mark.parametrize("name", ["tensor.in_class@attn_lrb", "rollout.attn@attn_lrp", "tensor.in_clas@jacobian"])
 def test_members_that_do_not_exist(name):
     with pytest.raises(InputError, match="@|Did you mean"):
-        PerturbationOptions(methods=[name])
+        PerturbationOptions(methods=(name,))
