@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -50,9 +51,19 @@ def test_an_instance_forward_of_somebody_else_is_put_back():
     assert calls
 
 
-def test_another_thread_uses_the_model_meanwhile():
+@pytest.fixture
+def many_switches():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_other_threads_use_the_model_meanwhile():
     model = build("gpt2", dtype=torch.float32)
     expected = outputs(model, "gpt2")
+    before = portrait(model)
     T = tl.Lens(model)(sample("gpt2"))
     slice_alone = T.rows(3)
     results, slices, stop = [], [], threading.Event()
@@ -62,11 +73,11 @@ def test_another_thread_uses_the_model_meanwhile():
             results.append(torch.equal(outputs(model, "gpt2"), expected))
 
     def use_lens():
-        for _ in range(5):
+        for _ in range(10):
             slices.append(tl.Lens(model)(sample("gpt2")).rows(3))
 
     plain = threading.Thread(target=use_plainly)
-    lenses = [threading.Thread(target=use_lens) for _ in range(2)]
+    lenses = [threading.Thread(target=use_lens) for _ in range(3)]
     plain.start()
     for thread in lenses:
         thread.start()
@@ -75,8 +86,9 @@ def test_another_thread_uses_the_model_meanwhile():
     stop.set()
     plain.join()
     assert results and all(results)
-    assert len(slices) == 10
+    assert len(slices) == 30
     assert all(torch.equal(found, slice_alone) for found in slices)
+    assert_same(portrait(model), before)
 
 
 # The other way round: what was held belongs to the weights it was held with ------------------------------------------

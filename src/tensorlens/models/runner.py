@@ -6,6 +6,7 @@ its parts, a recording, generation. `run` is such a call that knows where the pa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ AtModule = Callable[[Any], Any]
 
 End = Literal["output", "readout", "end", "last block"]
 """What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
+
+_turn = threading.RLock()
+"""Threads that run a model for us take turns: a pass sets modes and forwards of modules, and puts them back."""
 
 
 class _Reached(BaseException):
@@ -70,6 +74,7 @@ def running(
     if observer is not None:
         seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
     with (
+        _turn,
         garbage_kept(),
         in_own_precision(),
         torch.set_grad_enabled(grad),

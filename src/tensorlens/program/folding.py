@@ -281,8 +281,8 @@ def dense(pieces: Chain, n_in: int) -> Tensor:
     """
     pieces = _with_takes_joined(pieces)
     first = next(place for place, piece in enumerate(pieces) if piece.kind == "weight")
-    # Under autocast some weights are in another type than the states.
-    kinds = [piece.by.dtype for piece in pieces if piece.kind in ("weight", "scale")]
+    # Under autocast some weights are in another type than the states. A single number takes the others' type.
+    kinds = [piece.by.dtype for piece in pieces if piece.kind in ("weight", "scale") and piece.by.dim()]
     found = pieces[first].by.to(reduce(torch.promote_types, kinds, torch.float32))
     for piece in pieces[first + 1 :]:
         found = _behind(piece, found)
