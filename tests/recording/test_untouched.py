@@ -106,6 +106,14 @@ def test_weights_that_changed_after_the_pass_are_noticed(method):
     assert T.blocks(0, 1).map("tensor.norm").scores.isfinite().all(), "a part that does not depend on it"
 
 
+def test_weights_whose_memory_was_given_back_are_noticed():
+    model = build("gpt2")
+    T = tl.Lens(model)(sample("gpt2"))
+    model.transformer.h[1].attn.c_proj.weight.untyped_storage().resize_(0)
+    with pytest.raises(tl.InputError, match="`transformer.h.1.attn.c_proj.weight` was modified after"):
+        T.map("tensor.in_class", out_token=-1)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier"])
 def test_a_head_that_changed_is_noticed_where_logits_are_asked_for(name):
     model = build(name)

@@ -92,10 +92,12 @@ register_optimizer_step_post_hook(_note_fused)
 
 
 def version_of_weight(weight: Tensor) -> int:
-    """How often the memory of a weight was written to, as far as anybody counts."""
-    if not _fused_steps or type(weight) not in (Tensor, nn.Parameter):
+    """How often the memory of a weight was written to, as far as anybody counts; -1 if the memory was given back."""
+    if type(weight) not in (Tensor, nn.Parameter):
         return weight._version
-    return weight._version + _fused_steps[weight.untyped_storage()._cdata]
+    if weight.numel() and weight.layout is torch.strided and not weight.untyped_storage().nbytes():
+        return -1
+    return weight._version + (_fused_steps[weight.untyped_storage()._cdata] if _fused_steps else 0)
 
 
 Remake = Callable[[int], Mapping[int, Tensor]]
