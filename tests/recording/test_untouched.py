@@ -106,6 +106,15 @@ def test_weights_that_changed_after_the_pass_are_noticed(method):
     assert T.blocks(0, 1).map("tensor.norm").scores.isfinite().all(), "a part that does not depend on it"
 
 
+def test_a_certificate_says_that_a_hook_may_have_come_later():
+    model = build("gpt2")
+    T = tl.Lens(model)(sample("gpt2"))
+    model.transformer.h[1].mlp.register_forward_hook(lambda _, __, output: 1.1 * output)
+    found = T.certificate()
+    assert "value" in found.failures
+    assert "the model was changed since, by a hook" in str(found)
+
+
 def test_weights_whose_memory_was_given_back_are_noticed():
     model = build("gpt2")
     T = tl.Lens(model)(sample("gpt2"))
