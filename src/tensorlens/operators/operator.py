@@ -241,7 +241,7 @@ class ComputedByAnother(TensorOperator):
 
 
 class FrozenOperator(TensorOperator):
-    r"""$T_X$ of a recorded pass over a range of blocks, perhaps with some heads silenced (Eq. 27).
+    r"""$T_X$ of a recorded pass over a range of blocks, perhaps with some heads left out (Eq. 27).
 
     Args:
         recording: The pass.
