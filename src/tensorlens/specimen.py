@@ -18,6 +18,7 @@ from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
 from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal, token_ids
 from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.models.pictures import data_uri
 from tensorlens.models.samples import make_inputs
 from tensorlens.models.texts import tokenizer_of
 from tensorlens.operators.operator import FrozenOperator
@@ -169,7 +170,10 @@ class Specimen:
         grid = prepared.grid(self.model)
         if grid is not None and grid[0] * grid[1] <= n_tokens:
             meta["grid"] = {"rows": grid[0], "columns": grid[1], "first": n_tokens - grid[0] * grid[1]}
-            meta["image"] = prepared.image
+            if prepared.picture is not None:
+                seen = prepared.seen(self.model)
+                meta["seen"] = seen and list(seen)
+                meta["image"] = seen and data_uri(prepared.picture.image, seen)
         tokens = prepared.labels(n_tokens, self.model, self.processor)
         n_out = recording.states[-1].shape[1]
         n_out = n_tokens if n_out == recording.states[0].shape[1] else n_out

@@ -114,7 +114,7 @@ class Answer(Tabular):
             groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None,
                 and turns for chat messages. The tokens of pictures are columns of their own, or put together by
                 ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``: left, top, right and
-                bottom as fractions.
+                bottom as fractions of the whole picture.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
                 characters of the answer.
             target: ``"runner_up"``, the logit minus that of the likeliest other token (the default, as

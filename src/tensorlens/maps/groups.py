@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.models.pictures import Box, cells
+from tensorlens.models.pictures import WHOLE, Box, cells
 
 REST = "rest"
 """The group of the tokens that belong to no other group."""
@@ -154,8 +154,14 @@ def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> 
     grid = meta.get("grid")
     if not isinstance(grid, Mapping):
         raise InputError("Regions need a picture with a grid of patches, and this input has none.")
+    seen = meta.get("seen", WHOLE)  # pixels that were given as numbers are the whole picture
+    if seen is None:
+        raise InputError(
+            "The processor does more than scale and cut the picture, so where the patches are in it is not known. Pass "
+            "the processor's pixels: regions are parts of them then."
+        )
     rows, columns, first = (grid[key] for key in ("rows", "columns", "first"))
-    boxes = cells(rows, columns)
+    boxes = cells(rows, columns, tuple(seen))
     beside = [Group(label, (k,)) for k, label in enumerate(labels) if not first <= k < first + len(boxes)]
     found = [Group(one.label, tuple(first + k for k in one.tokens)) for one in find_regions(regions, boxes)]
     return tuple(sorted([*beside, *found], key=lambda group: group.tokens[0]))

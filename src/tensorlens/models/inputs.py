@@ -29,7 +29,7 @@ from tensorlens.models.forward_signature import (
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.pictures import data_uri, is_picture, open_picture
+from tensorlens.models.pictures import Box, SeenPicture, is_picture, open_picture
 from tensorlens.models.texts import (
     Offsets,
     check_unicode,
@@ -51,7 +51,7 @@ class ModelInput:
         kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
         offsets: Where each token stands in the text; None if the tokenizer does not tell.
-        image: The picture as a data URI, if there was one.
+        picture: The picture, if there was one.
         ids: The token ids as plain numbers, where they are known: asking a GPU for them waits for all its work.
     """
 
@@ -59,7 +59,7 @@ class ModelInput:
     kind: str
     text: str | None = None
     offsets: Offsets | None = None
-    image: str | None = field(default=None, repr=False)
+    picture: SeenPicture | None = field(default=None, repr=False)
     ids: tuple[int, ...] | None = field(default=None, repr=False)
 
     def labels(self, n_tokens: int, model: nn.Module, processor: Any) -> tuple[str, ...]:
@@ -88,14 +88,26 @@ class ModelInput:
 
     def grid(self, model: nn.Module) -> tuple[int, int] | None:
         """Rows and columns of patches, for an image."""
-        pixels = self.arguments.get("pixel_values")
-        if pixels is None or pixels.dim() != 4:
+        pixels, patch = self.arguments.get("pixel_values"), _patch_size(model)
+        if pixels is None or pixels.dim() != 4 or patch is None:
             return None
-        patch = getattr(getattr(model, "config", None), "patch_size", None)
-        if patch is None:
+        return pixels.shape[-2] // patch[0], pixels.shape[-1] // patch[1]
+
+    def seen(self, model: nn.Module) -> Box | None:
+        """The part of the picture that the patches cover together; None if it is not known."""
+        grid, patch, part = self.grid(model), _patch_size(model), self.picture and self.picture.part
+        if grid is None or patch is None or part is None:
             return None
-        height, width = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
-        return pixels.shape[-2] // height, pixels.shape[-1] // width
+        height, width = self.arguments["pixel_values"].shape[-2:]  # those beyond the last whole patch are not read
+        left, top, right, bottom = part
+        across, down = grid[1] * patch[1] / width, grid[0] * patch[0] / height
+        return left, top, left + (right - left) * across, top + (bottom - top) * down
+
+
+def _patch_size(model: nn.Module) -> tuple[int, int] | None:
+    """Height and width of a patch in pixels."""
+    patch = getattr(getattr(model, "config", None), "patch_size", None)
+    return None if patch is None else (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
 
 
 def make_input(value: Any, model: nn.Module, processor: Any = None) -> ModelInput:
@@ -356,7 +368,9 @@ def _from_image(image: Any, model: nn.Module, processor: Any) -> ModelInput:
     image = image.convert("RGB")
     pixels = processor(images=image, return_tensors="pt")["pixel_values"]
     return ModelInput(
-        arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image", image=data_uri(image)
+        arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))},
+        kind="image",
+        picture=SeenPicture(image, processor),
     )
 
 

@@ -11,9 +11,13 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from tensorlens.errors import InputError, missing_extra
 
@@ -62,13 +66,105 @@ def open_picture(path: Path) -> Any:
         ) from error
 
 
-def data_uri(image: Any, longest: int = 448) -> str:
-    """A small copy of a picture that a page can hold."""
-    small = image.copy()
-    small.thumbnail((longest, longest))
+def data_uri(image: Any, part: Box = WHOLE, longest: int = 448) -> str:
+    """A small copy of a part of a picture that a page can hold; what lies beyond the picture is black."""
+    from PIL import Image
+
+    left, top, right, bottom = part
+    sides = (image.width * (right - left), image.height * (bottom - top))
+    width, height = (max(1, round(side * min(1.0, longest / max(sides)))) for side in sides)
+    x, y, x_end, y_end = _on_picture(part) or WHOLE
+    place = (round(width * (x - left) / (right - left)), round(height * (y - top) / (bottom - top)))
+    end = (round(width * (x_end - left) / (right - left)), round(height * (y_end - top) / (bottom - top)))
+    kept = (x * image.width, y * image.height, x_end * image.width, y_end * image.height)
+    small = Image.new(image.mode, (width, height))
+    small.paste(image.resize((max(1, end[0] - place[0]), max(1, end[1] - place[1])), box=kept), place)
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+# What the model sees of a picture ------------------------------------------------------------------------------------
+
+
+class SeenPicture:
+    """A picture, and what of it a processor hands to the model; that is found when it is first asked for."""
+
+    def __init__(self, image: Any, processor: Any) -> None:
+        self.image, self.processor = image, processor
+
+    @cached_property
+    def part(self) -> Box | None:
+        """The part of the picture that became pixels; None if it is not known."""
+        return seen_part(self.image.size, self.processor)
+
+
+def seen_part(size: tuple[int, int], processor: Any) -> Box | None:
+    """The part of a picture that a processor hands to the model, whatever its settings are called.
+
+    It is measured. A picture that gets lighter from left to right, processed, says for each pixel where it came from:
+    on a straight line $x(k) = (k + o) / R$ if the picture was scaled to $R$ pixels and cut from the pixel $o$ on. One
+    from top to bottom says the same of rows. (Both are tilted a little, so that roundings average out.) A black and a
+    white picture undo the processor's normalisation, and are the same in a border that was added; a part with a border
+    goes beyond the picture.
+
+    Args:
+        size: Width and height of the picture.
+        processor: Takes `images`, and gives `pixel_values` of one picture.
+
+    Returns:
+        The part, or None if the processor does more than scale, cut and add a border: it mirrors, turns, cuts tiles or
+        adjusts the brightness, or its pixels are in no (colour, row, column) order. None too if a side is under 8
+        pixels, which are too few to measure by.
+    """
+    width, height = size
+    x, y = (np.arange(width) + 0.5) / width, (np.arange(height)[:, None] + 0.5) / height
+    shades = ((0, 0, 0), (0, 0, 1), (7 / 8, 1 / 8, 0), (1 / 8, 7 / 8, 0))
+    try:
+        made = np.stack([_processed(of_x * x + of_y * y + constant, processor) for of_x, of_y, constant in shades])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    black, white, across, down = made
+    is_seen = white - black > (white - black).max() / 2
+    if min(size) < 8 or not np.isfinite(made).all() or not is_seen.any():
+        return None
+    across, down = ((one - black) / np.where(is_seen, white - black, 1.0) for one in (across, down))
+    columns = _line((7 * across - down) / 6, is_seen, width)
+    rows = _line(((7 * down - across) / 6).T, is_seen.T, height)
+    return None if columns is None or rows is None else (columns[0], rows[0], columns[1], rows[1])
+
+
+def _processed(values: np.ndarray, processor: Any) -> np.ndarray:
+    """A grey picture of values from 0 to 1 as the processor gives it, the mean of the colours: (row, column)."""
+    from PIL import Image
+
+    grey = Image.fromarray(np.round(255 * values).astype(np.uint8)).convert("RGB")
+    pixels = torch.as_tensor(processor(images=grey, return_tensors="pt")["pixel_values"]).double().cpu().numpy()
+    return pixels.reshape(3, *pixels.shape[-2:]).mean(0)
+
+
+def _line(places: np.ndarray, is_seen: np.ndarray, n_given: int) -> tuple[float, float] | None:
+    """Where the first of some columns begins and the last ends, from where each pixel came from; None if that is bent.
+
+    Args:
+        places: (row, column), as parts of the side.
+        is_seen: (row, column), false in a border.
+        n_given: Pixels of the side before.
+    """
+    kept = np.flatnonzero(is_seen.any(0))
+    middles = kept + 0.5
+    means = np.where(is_seen, places, 0.0).sum(0)[kept] / is_seen.sum(0)[kept]
+    slope, start = np.polyfit(middles, means, 1)
+    edge = 2 * max(slope, 1 / n_given)  # nearer to the edge of the picture, a pixel is mixed on one side only
+    inside = (means > edge) & (means < 1 - edge)
+    if inside.sum() > 3:
+        slope, start = np.polyfit(middles[inside], means[inside], 1)
+    straight = slope * (np.arange(places.shape[1]) + 0.5) + start
+    if not slope > 0 or not np.abs(places - straight)[is_seen].max() < 0.02 + 1 / n_given:
+        return None
+    scaled = round(1 / slope)  # the whole side in pixels, of which the first that is seen is a whole number too
+    first = round(start * scaled)
+    return first / scaled, (first + places.shape[1]) / scaled
 
 
 # Where tokens look ---------------------------------------------------------------------------------------------------
@@ -196,8 +292,14 @@ def _grid(n_tokens: int, k: int, looking: Looking) -> Sequence[Box | None]:
     lines = [] if sizes is None else _with_newlines(n_tokens, sizes[k].tolist(), looking.config)
     if lines:
         return lines
-    shown = _cropped(looking.pictures[k].size, looking.image_processor) if looking.pictures else WHOLE
-    return _square(n_tokens, shown)
+    part = seen_part(looking.pictures[k].size, looking.image_processor) if looking.pictures else WHOLE
+    return [None] * n_tokens if part is None else [box and _on_picture(box) for box in _square(n_tokens, part)]
+
+
+def _on_picture(box: Box) -> Box | None:
+    """A box without what lies in the border that was put around the picture."""
+    left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], 1.0), min(box[3], 1.0)
+    return (left, top, right, bottom) if left < right and top < bottom else None
 
 
 def _with_newlines(n_tokens: int, size: Sequence[int], config: Any) -> list[Box | None]:
@@ -216,14 +318,3 @@ def _with_newlines(n_tokens: int, size: Sequence[int], config: Any) -> list[Box 
             lines = [[*grid[r * columns : (r + 1) * columns], None] for r in range(rows)]
             return [*cells(side, side), *(box for line in lines for box in line)]
     return []
-
-
-def _cropped(size: tuple[int, int], processor: Any) -> Box:
-    """The part of a picture that remains after scaling its shorter edge and cropping around the centre."""
-    crop, scaled = getattr(processor, "crop_size", None), getattr(processor, "size", None)
-    edge = scaled["shortest_edge"] if scaled and "shortest_edge" in scaled else None
-    if not getattr(processor, "do_center_crop", False) or not crop or not edge:
-        return WHOLE
-    width, height = (side * edge / min(size) for side in size)
-    x, y = (min(1.0, crop["width"] / width), min(1.0, crop["height"] / height))
-    return ((1 - x) / 2, (1 - y) / 2, (1 + x) / 2, (1 + y) / 2)

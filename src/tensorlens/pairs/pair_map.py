@@ -60,7 +60,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         n_against: How many of the columns are tokens of c; they stand before the bias.
         meta: `model`, `pooling`, `groups`, `rules` (with `other` and `other_rules` for a second lens), the texts as
             `a`, `b` and `against`, and where an input is a picture, it and its patches as `a_pictures`, `b_pictures`
-            or `against_pictures`.
+            or `against_pictures`; `seen` where a picture cannot be shown.
     """
 
     scores: Tensor
@@ -143,7 +143,13 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     def _caption(self) -> list[tuple[str, str]]:
         tokens = float(self.scores[:-1, :-1].double().sum())
         total = f"{tokens:+.4f} by pairs of tokens, {self.bias:+z.4f} by pairs with a bias"
-        known = (("Model", "model"), ("Other model", "other"), ("Pooling", "pooling"), ("Groups", "groups"))
+        known = (
+            ("Model", "model"),
+            ("Other model", "other"),
+            ("Pooling", "pooling"),
+            ("Groups", "groups"),
+            ("Seen", "seen"),
+        )
         said = [(name, str(self.meta[key])[:200]) for name, key in known if isinstance(self.meta.get(key), str)]
         return [("Sum", f"{self.value:+.4f} = {total}"), *said]
 

@@ -27,6 +27,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.pairs.pair_map import Measure, PairMap
 from tensorlens.pairs.pooling import find_pooling, modules_of
 from tensorlens.pairs.vectors import Vectors
+from tensorlens.views.captions import UNSEEN
 
 Encoder = tuple[Lens, list[Any] | None]
 """A lens, and the modules after its model; None if they are to be looked for beside its weights."""
@@ -56,7 +57,8 @@ def similarity(
             a token of b (the choices held); None for the model's own.
         groups: Sum the pairs over groups of tokens: ``"words"``, ``"sentences"``, ``"lines"``, or a list of passages,
             those that stand in a for the rows and those in b for the columns; for patches of a picture
-            ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``, with words on a side of text.
+            ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}`` (left, top, right and bottom as
+            fractions of the whole picture), with words on a side of text.
         measure: ``"cosine"``, with the norms held, or ``"dot"``.
         against: A third input c for the columns: why is b closer to a than c is? Scores are those of a and b, then
             those of a and c with the sign turned, and sum to the difference of the two similarities.
@@ -229,6 +231,7 @@ class _Comparing(InBatches):
             "a": first.get("text"),
             "b": second.get("text"),
             **{name: found for name, found in pictures.items() if found},
+            **({"seen": UNSEEN} if None in (first.get("seen", ""), second.get("seen", "")) else {}),
         }
 
 
@@ -262,7 +265,10 @@ def _difference(closer: PairMap, third: PairMap) -> PairMap:
         measure=closer.measure,
         value=closer.value - third.value,
         n_against=len(third.in_tokens) - 1,
-        meta=closer.meta | {"against": third.meta["b"]} | ({"against_pictures": shifted} if shifted else {}),
+        meta=closer.meta
+        | {"against": third.meta["b"]}
+        | ({"against_pictures": shifted} if shifted else {})
+        | {key: said for key, said in third.meta.items() if key == "seen"},
     )
 
 

@@ -273,5 +273,24 @@ def _beginning(text: Any) -> str:
     return shorten(_plain(text), MOST_CHARACTERS)
 
 
-_PRINTED: dict[str, Callable[[Any], str]] = {"certificate": _verdict, "blocks": _range, "text": _beginning}
+UNSEEN = "not known, so the picture is not shown: the processor does more than scale and cut it"
+"""What is said of a picture whose patches have no known place in it."""
+
+
+def _part(seen: Any) -> str:
+    """Which part of a picture the model sees; nothing for the whole."""
+    if seen is None:
+        return UNSEEN
+    if not isinstance(seen, (list, tuple)) or len(seen) != 4 or not all(map(_is_number, seen)):
+        return _plain(seen)
+    left, top, right, bottom = (f"{100 * edge:.0f} %" for edge in seen)
+    return "" if tuple(seen) == (0, 0, 1, 1) else f"{left} to {right} of the width, {top} to {bottom} of the height"
+
+
+_PRINTED: dict[str, Callable[[Any], str]] = {
+    "certificate": _verdict,
+    "blocks": _range,
+    "text": _beginning,
+    "seen": _part,
+}
 """How to print values that need a format of their own."""
