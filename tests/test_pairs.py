@@ -587,6 +587,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert content["n_against"] == 5 and len(content["top"]) == 10
     for wrong in (["--pooling", "sum"], ["--groups", "x"], ["--measure", "x"], ["--out", "x.csv"]):
         assert isinstance(run.invoke(cli.app, [*given, *wrong]).exception, tl.InputError)
+    refused = run.invoke(cli.app, ["similar", "minilm", " ", "A cat."])
+    assert str(refused.exception) == "Expected a text or the path of an image, but it is empty."
+    assert str(run.invoke(cli.app, ["answer", "minilm", " "]).exception) == "Expected a text, but it is empty."
 
 
 @pytest.mark.browser

@@ -144,10 +144,12 @@ MEASURES = ("cosine", "dot")
 
 def similar(
     model: Model,
-    first: Annotated[str, typer.Argument(metavar="TEXT", help="The first text, or - for standard input.")],
-    second: Annotated[str, typer.Argument(metavar="TEXT", help="The second text.")],
+    first: Annotated[
+        str, typer.Argument(metavar="TEXT", help="The first text, the path of an image, or - for standard input.")
+    ],
+    second: Annotated[str, typer.Argument(metavar="TEXT", help="The second text or image.")],
     against: Annotated[
-        str | None, typer.Option(help="A third text: why is the second closer to the first than this one is?")
+        str | None, typer.Option(help="A third text or image: why is the second closer to the first than this one is?")
     ] = None,
     pooling: Annotated[str | None, typer.Option(help=f"{', '.join(POOLINGS)} (default: the model's own).")] = None,
     groups: Annotated[str, typer.Option(help=f"Rows and columns: {', '.join(GROUPS)}.")] = "words",
@@ -169,7 +171,7 @@ def similar(
     a, b = options.read_input(first), options.read_input(second)
     c = None if against is None else options.read_input(against)
     lens = reading.lens(model)
-    stage("Recording one pass of the model for each text")
+    stage("Recording one pass of the model for each input")
     from tensorlens.pairs.similarity import similarity
 
     found = similarity(lens, a, b, pooling=pooling, groups=groups, measure=measure, against=c)  # type: ignore[arg-type]  # checked above

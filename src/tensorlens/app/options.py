@@ -168,11 +168,11 @@ def read_input(value: str, *, images: bool = True) -> str:
     text = sys.stdin.read().rstrip("\n") if value == "-" else value
     if not text.strip():
         where = "standard input was empty" if value == "-" else "it is empty"
-        raise InputError(f"Expected a text or the path of an image as INPUT, but {where}.")
+        raise InputError(f"Expected a text{' or the path of an image' if images else ''}, but {where}.")
     check_unicode(text)
     if images and value != "-" and names_image(text) and not Path(text).is_file():
         raise InputError(
-            f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and use - as INPUT."
+            f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and use - in its place."
         )
     return text
 
