@@ -114,6 +114,39 @@ def test_an_image_as_numpy_gives_it_is_an_image(mode):
     assert torch.equal(lens(floats.numpy()).output, lens(floats).output), "numbers stay numbers"
 
 
+_COLOURS = np.linspace(0, 1, 8 * 8 * 3).reshape(8, 8, 3)
+NO_PIXELS = {
+    "floats": (_COLOURS, "got float64 of shape (8, 8, 3)", "(255 * numpy.asarray(x)).astype('uint8')"),
+    "a tensor": (torch.tensor(_COLOURS).float(), "float32 of", "(255 * numpy.asarray(x)).astype('uint8')"),
+    "one sample": (_COLOURS[None], "(1, 8, 8, 3)", "(255 * numpy.asarray(x)[0]).astype('uint8')"),
+    "grey": (_COLOURS[..., 0], "(8, 8)", "(255 * numpy.asarray(x)).astype('uint8')"),
+    "bytes in a tensor": (torch.tensor(255 * _COLOURS).byte(), "uint8 of", "numpy.asarray(x)"),
+    "bytes, colours first": (
+        np.uint8(255 * _COLOURS.transpose(2, 0, 1)),
+        "uint8",
+        "numpy.asarray(x).transpose(1, 2, 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_PIXELS)
+def test_an_array_that_is_no_image_is_refused_with_what_makes_it_one(case):
+    x, came, advice = NO_PIXELS[case]
+    lens = tl.Lens(build("vit").float(), Pixels())
+    with pytest.raises(tl.InputError) as raised:
+        lens(x)
+    said = str(raised.value)
+    assert "a PIL image, a uint8 array of shape (height, width, 3)" in said and "(3, height, width)" in said
+    assert came in said and f"`{advice}`" in said
+    made = eval(advice, {"numpy": np, "x": x})
+    assert lens(made).output.shape == lens(torch.zeros(3, 8, 8)).output.shape, "what it advises is taken"
+
+
+def test_an_array_of_a_shape_that_no_image_has_is_refused():
+    with pytest.raises(tl.InputError, match=r"or \(1, 3, height, width\); got float32 of shape \(4, 8, 9\)\.$"):
+        tl.Lens(build("vit"))(torch.zeros(4, 8, 9))
+
+
 def test_an_unreadable_image_is_refused(tmp_path):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"not a picture")

@@ -196,6 +196,11 @@ def begins_with_pixels(model: nn.Module) -> bool:
     return isinstance(next((m for m in leaves if next(m.parameters(), None) is not None), None), nn.Conv2d)
 
 
+def pixel_channels(model: nn.Module) -> list[int]:
+    """How many channels each convolution of a model reads, the first of them usually the colours of pixels."""
+    return [module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a model takes its inputs; weights that are off-loaded are on no device."""
     for module in (ask(model, "get_input_embeddings"), model):

@@ -25,11 +25,12 @@ from tensorlens.models.forward_signature import (
     forward_parameters,
     ids_parameter,
     max_tokens,
+    pixel_channels,
     takes_mapping,
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.pictures import Box, SeenPicture, is_picture, open_picture
+from tensorlens.models.pictures import Box, SeenPicture, check_pixels, is_picture, open_picture
 from tensorlens.models.texts import (
     Offsets,
     check_unicode,
@@ -225,11 +226,13 @@ def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
     if is_row and not array.is_floating_point():
         return _from_ids(array, model)
     parameters = forward_parameters(model)
-    if array.dim() in (3, 4) and "pixel_values" in parameters:
+    takes_embeddings = bool({"inputs_embeds", "input_ids"} & parameters)
+    if "pixel_values" in parameters and (array.dim() in (3, 4) or not takes_embeddings):
+        check_pixels(array, pixel_channels(model))
         pixels = array if array.dim() == 4 else array[None]
         _check_numbers(pixels, "pixels")
         return ModelInput(arguments={"pixel_values": pixels.to(device_of(model), dtype_of(model))}, kind="image")
-    if hasattr(model, "config") or {"inputs_embeds", "input_ids"} & parameters:
+    if hasattr(model, "config") or takes_embeddings:
         return _from_embeddings(array, model)
     return _from_values(array, model)
 
@@ -237,8 +240,9 @@ def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
 def _from_values(values: Tensor, model: nn.Module) -> ModelInput:
     """Numbers for the first argument of a plain module, as they are: only its own code knows what its axes are."""
     name = first_parameter(model)
-    if values.dim() == 3 and begins_with_pixels(model):
-        values = values[None]
+    if begins_with_pixels(model):
+        check_pixels(values, pixel_channels(model))
+        values = values if values.dim() == 4 else values[None]
     if not values.is_floating_point() or values.dim() < 2:
         raise InputError(
             f"`{name}` of `{type(model).__name__}` takes token ids (a list of whole numbers) or floats with "

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tensorlens.errors import InputError, missing_extra
 
@@ -82,6 +83,33 @@ def data_uri(image: Any, part: Box = WHOLE, longest: int = 448) -> str:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def check_pixels(pixels: Tensor, channels: Sequence[int]) -> None:
+    """Refuse what is not the pixels of a processor: floats of shape ([sample,] colour, height, width).
+
+    Args:
+        pixels: What was given.
+        channels: How many colours the model may read, the likeliest first; empty if that is not known.
+    """
+    shape = tuple(pixels.shape)
+    is_first = len(shape) in (3, 4) and (not channels or shape[-3] in channels)
+    if is_first and pixels.is_floating_point():
+        return
+    is_last = len(shape) == 2 or len(shape) in (3, 4) and shape[-1] in (3, 4)
+    advice = ""
+    if (is_first or is_last) and (len(shape) < 4 or shape[0] == 1):
+        made = f"numpy.asarray(x){'[0]' if len(shape) == 4 else ''}{'.transpose(1, 2, 0)' if is_first else ''}"
+        in_bytes = pixels.dtype is torch.uint8
+        advice = (
+            f" Pass `{made}`." if in_bytes else f" If its colours are from 0 to 1: `(255 * {made}).astype('uint8')`."
+        )
+    first = channels[0] if channels else 3
+    raise InputError(
+        "Expected an image: a PIL image, a uint8 array of shape (height, width, 3), or a processor's pixels, floats of "
+        f"shape ({first}, height, width) or (1, {first}, height, width); "
+        f"got {str(pixels.dtype).removeprefix('torch.')} of shape {shape}.{advice}"
+    )
 
 
 # What the model sees of a picture ------------------------------------------------------------------------------------
