@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import threading
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.views.labels import drawable, font_families, shorten, text_width, visible
+from tensorlens.views.labels import (
+    distinct,
+    drawable,
+    fitted,
+    font_families,
+    shorten_inside,
+    text_width,
+    visible,
+    wrapped,
+)
 from tensorlens.views.record import MapView, limit_of, palette
 
 if TYPE_CHECKING:
@@ -30,7 +40,8 @@ _MARGIN = 0.05
 _LEGEND = 0.36
 _TITLE = 0.17
 _HEADING = 0.2
-_NOTE = 0.16
+_LINE_OF_TEXT = 0.15
+LONGEST_HEADING = 240
 _LARGEST_CELL = 0.3
 _LABEL_SIZE = 7.5
 _SMALLEST_LABEL = 4.0
@@ -57,14 +68,15 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     n_out, n_in = view.scores.shape
     size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
     left, top = (_TITLE + _gutter(tokens, size) for tokens in (view.out_tokens, view.in_tokens))
-    top += _HEADING
+    heading, head = _heading(view, width)
+    top += head
     cell_width = min(_LARGEST_CELL, (width - left - _MARGIN) / n_in)
     lowest = 0.1 if 4 * n_out <= n_in else cell_width
     cell_height = min(_LARGEST_CELL, 1.35 * width / n_out, max(cell_width, lowest))
     plot_width, plot_height = n_in * cell_width, n_out * cell_height
     height = top + plot_height + _LEGEND
     figure = _figure(width, height)
-    _add_heading(figure, view)
+    _add_heading(figure, heading)
     axes = figure.add_axes((left / width, _LEGEND / height, plot_width / width, plot_height / height))
     colouring = _colouring(view, view.limit)
     _draw_cells(axes, view.coloured, colouring, min(cell_width, cell_height))
@@ -73,7 +85,7 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     axes.tick_params(axis="x", top=False, bottom=False, labeltop=True, labelbottom=False, labelrotation=90)
     down, across = view.axes
     muted = {"fontsize": _LABEL_SIZE, "color": _MUTED, "va": "top"}
-    figure.text(left / width, 1 - (_HEADING + 0.02) / height, f"{across} →", **muted)
+    figure.text(left / width, 1 - (head + 0.02) / height, f"{across} →", **muted)
     figure.text(0.02 / width, 1 - top / height, f"← {down}", rotation=90, ha="left", **muted)
     _add_legend(figure, colouring, left, min(max(plot_width, 0.8), 1.6))
     _add_aside(figure, view, None, left + min(max(plot_width, 0.8), 1.6) + 0.15)
@@ -83,9 +95,10 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
 def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH) -> Figure:
     """The input text, each token on the colour of its score for one output."""
     row = _row(view, out_token)
-    boxes, depth = _place_tokens(view.in_tokens, width)
-    lines = [view.sums[out_token]] if view.sums else []
-    height = depth + _LEGEND + 0.02 + _NOTE * len(lines)
+    heading, head = _heading(view, width)
+    boxes, depth = _place_tokens(view.in_tokens, width, head)
+    note = _wrapped(view.sums[out_token], _LABEL_SIZE - 0.5, width) if view.sums else ""
+    height = depth + _LEGEND + 0.02 + _LINE_OF_TEXT * len(note.splitlines())
     figure = _figure(width, height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
@@ -94,9 +107,10 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     colouring = _colouring(view, limit_of(shown))
     for j, (box, score) in enumerate(zip(boxes, shown, strict=True)):
         _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.aside)
-    _add_heading(figure, view)
-    for line in lines:
-        axes.text(_MARGIN, depth + 0.12, line, fontsize=_fitting(line, _LABEL_SIZE - 0.5, width), color=_MUTED)
+    _add_heading(figure, heading)
+    if note:
+        style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
+        axes.text(_MARGIN, depth + 0.02, note, va="top", **style)
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
     _add_aside(figure, view, row, _MARGIN + min(1.6, width / 2) + 0.15)
     return figure
@@ -112,10 +126,11 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     limit = limit_of(of_patches)  # a class token beside them may be many times larger
     patches = _finite(of_patches.reshape(grid.rows, grid.columns), limit)
     side = width - 2 * _MARGIN
-    height = side * grid.rows / grid.columns + _LEGEND + _HEADING
+    heading, head = _heading(view, width)
+    height = side * grid.rows / grid.columns + _LEGEND + head
     figure = _figure(width, height)
-    _add_heading(figure, view)
-    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + _HEADING) / height))
+    _add_heading(figure, heading)
+    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + head) / height))
     extent = (0.0, float(grid.columns), float(grid.rows), 0.0)
     colouring = _colouring(view, limit)
     alpha = np.ones_like(patches)
@@ -217,7 +232,7 @@ def _draw_cells(axes: Axes, scores: np.ndarray, colouring: _Colouring, cell: flo
 def _gutter(tokens: tuple[str, ...], size: float) -> float:
     if size < _SMALLEST_LABEL:
         return text_width(str(len(tokens)), _LABEL_SIZE - 1) + 0.06
-    return max(text_width(_label(token), size) for token in tokens) + 0.06
+    return max(text_width(label, size) for label in _labels(dict(enumerate(tokens)))) + 0.06
 
 
 def _label_axis(axis: Any, tokens: tuple[str, ...], size: float) -> None:
@@ -227,19 +242,22 @@ def _label_axis(axis: Any, tokens: tuple[str, ...], size: float) -> None:
         step = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 10**9) if len(tokens) / step <= 8)
         axis.set_ticks(np.arange(0, len(tokens), step) + 0.5, [str(k) for k in range(0, len(tokens), step)])
         return
-    labels = [_label(token) for token in tokens]
+    labels = _labels(dict(enumerate(tokens)))
     axis.set_ticks(np.arange(len(tokens)) + 0.5, labels, fontsize=size, family=font_families(), parse_math=False)
 
 
-def _label(token: str) -> str:
-    return shorten(drawable(visible(token)), 16).strip()
+def _labels(tokens: Mapping[int, str]) -> list[str]:
+    return distinct({place: drawable(visible(token)).strip() for place, token in tokens.items()}, 16)
 
 
-def _place_tokens(tokens: tuple[str, ...], width: float) -> tuple[list[tuple[float, float, float, str]], float]:
+def _place_tokens(
+    tokens: tuple[str, ...], width: float, top: float
+) -> tuple[list[tuple[float, float, float, str]], float]:
     """Left edge, top, width and text of each token, broken into lines; and the depth of all lines."""
-    boxes, x, y = [], _MARGIN, _MARGIN + _HEADING
+    boxes, x, y = [], _MARGIN, _MARGIN + top
     for token in tokens:
-        text = shorten(drawable(visible(token)), 40).replace(" ", "\u00a0")
+        text = shorten_inside(drawable(visible(token)), 40).replace(" ", "\u00a0")
+        text = fitted(text, _TEXT_SIZE, width - 2 * _MARGIN - 0.03)
         box_width = text_width(text, _TEXT_SIZE) + 0.03
         if x + box_width > width - _MARGIN and x > _MARGIN:
             x, y = _MARGIN, y + _LINE
@@ -266,25 +284,22 @@ def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *
     axes.text(x + 0.015, y + 0.13, text, **style)
 
 
-def _add_heading(figure: Figure, view: MapView) -> None:
-    """What the picture is of, in one line at the top, as small as it takes."""
+def _heading(view: MapView, width: float) -> tuple[str, float]:
+    """What the figure is of, in lines that fit its width, and the height that they take."""
+    lines = _wrapped(view.heading, _LABEL_SIZE, width)
+    return lines, _HEADING + _LINE_OF_TEXT * lines.count("\n")
+
+
+def _add_heading(figure: Figure, text: str) -> None:
     width, height = figure.get_size_inches()
-    text = drawable(visible(view.heading)).strip()
-    text = shorten(text, 160)
-    style = {
-        "fontsize": _fitting(text, _LABEL_SIZE, width),
-        "family": font_families(),
-        "color": _INK,
-        "parse_math": False,
-    }
+    style = {"fontsize": _LABEL_SIZE, "family": font_families(), "color": _INK, "parse_math": False}
     figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **style)
 
 
-def _fitting(text: str, size: float, width: float) -> float:
-    """The font size, at most `size`, at which a line fits a page of this width."""
-    for _ in range(3):  # letters are set on whole pixels, so half the size is not quite half as wide
-        size *= min(1.0, (width - 2 * _MARGIN) / max(text_width(text, size), 1e-6))
-    return max(size, _SMALLEST_LABEL)
+def _wrapped(text: str, size: float, width: float) -> str:
+    """The text in lines for a page of this width; letters are set on whole pixels, so lines may come out wider."""
+    text = shorten_inside(drawable(visible(text)).strip(), LONGEST_HEADING)
+    return wrapped(text, size, 0.93 * (width - 2 * _MARGIN))
 
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:
@@ -292,10 +307,11 @@ def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: floa
     if not view.aside:
         return
     width, height = figure.get_size_inches()
-    names = ", ".join(_label(view.in_tokens[j]) for j in view.aside[:3])
+    names = ", ".join(_labels({j: view.in_tokens[j] for j in view.aside[:3]}))
     numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.aside[:3])
     style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
-    figure.text(left / width, 0.13 / height, f"set aside: {names}{numbers}", va="top", **style)
+    line = fitted(f"set aside: {names}{numbers}", _LABEL_SIZE - 0.5, 0.93 * (width - left - _MARGIN))
+    figure.text(left / width, 0.13 / height, line, va="top", **style)
     if row is not None:
         bar = figure.add_axes((left / width, 0.2 / height, max(width - left - _MARGIN, 0.1) / width, 0.065 / height))
         bar.set_facecolor(_missing())

@@ -6,7 +6,9 @@ become visible escapes. The page does the same in `static/labels.js`.
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -48,6 +50,28 @@ def visible(token: str) -> str:
 def shorten(text: str, width: int) -> str:
     """The text in at most `width` characters, ending in an ellipsis when cut."""
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
+
+
+def shorten_inside(text: str, width: int) -> str:
+    """The text in at most `width` characters, cut near its middle where fewest digits are lost."""
+    lost = len(text) - width + 1
+    if lost <= 1:
+        return text
+    digits = [character.isdigit() for character in text]
+    start = min(range(width), key=lambda k: (sum(digits[k : k + lost]), abs(2 * k + 1 - width)))
+    return f"{text[:start]}…{text[start + lost :]}"
+
+
+def distinct(names: Mapping[int, str], width: int) -> list[str]:
+    """Names by their place, each in at most `width` characters; where two would look the same, the place follows."""
+    short = {place: shorten_inside(name, width) for place, name in names.items()}
+    behind: dict[str, set[str]] = {}
+    for place, name in names.items():
+        behind.setdefault(short[place], set()).add(name)
+    return [
+        shorten_inside(names[place], width - len(f" {place}")) + f" {place}" if len(behind[label]) > 1 else label
+        for place, label in short.items()
+    ]
 
 
 def spelled(character: str) -> str:
@@ -102,6 +126,30 @@ def text_width(text: str, size: float) -> float:
     font = FontProperties(family=font_families(), size=size)
     width, _, _ = _renderer().get_text_width_height_descent(text, font, ismath=False)
     return width / _DOTS
+
+
+def fitted(text: str, size: float, width: float) -> str:
+    """The text, shortened until a line of it at `size` points is at most `width` inches wide."""
+    for n_characters in range(min(len(text), 100), 1, -1):
+        short = shorten_inside(text, n_characters)
+        if text_width(short, size) <= width:
+            return short
+    return text[:1]
+
+
+def wrapped(text: str, size: float, width: float) -> str:
+    """The text in lines at most `width` inches wide at `size` points; a word that is wider is broken."""
+    lines = [""]
+    for word in re.findall(r"\s*\S+", text):
+        if text_width(lines[-1] + word, size) <= width:
+            lines[-1] += word
+            continue
+        rest = word.lstrip()
+        while rest:
+            n_fitting = next((k for k in range(len(rest), 1, -1) if text_width(rest[:k], size) <= width), 1)
+            lines.append(rest[:n_fitting])
+            rest = rest[n_fitting:]
+    return "\n".join(lines).lstrip("\n")
 
 
 @cache

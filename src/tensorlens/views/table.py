@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.views.figures import check_matplotlib, colour_map
-from tensorlens.views.labels import drawable, font_families, shorten, visible
+from tensorlens.views.figures import LONGEST_HEADING, check_matplotlib, colour_map
+from tensorlens.views.labels import distinct, drawable, font_families, shorten_inside, visible, wrapped
 from tensorlens.views.record import limit_of
 
 if TYPE_CHECKING:
@@ -84,6 +83,7 @@ class Tabular:
 MOST_DRAWN = 40
 """Rows and columns that are drawn, the strongest of them, in their order."""
 _LONGEST = 28
+_TITLE_SIZES = (10.0, 6.0)
 
 
 def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
@@ -101,11 +101,45 @@ def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
         across = values.shape[0] == 1
         _bars(ax, values.ravel(), table.columns if across else table.rows)
         name = (table.rows if across else table.columns)[0]
-        ax.set_xlabel(_name(name), family=font_families(), parse_math=False)
+        ax.set_xlabel(shorten_inside(_name(name), _LONGEST), family=font_families(), parse_math=False)
     else:
         _cells(ax, values, table)
-    ax.set_title(fill(drawable(visible(title)), 60), fontsize=10, family=font_families(), parse_math=False)
+    _set_title(ax, shorten_inside(drawable(visible(title)).strip(), LONGEST_HEADING))
     return ax
+
+
+def _set_title(ax: Axes, title: str) -> None:
+    """The title in lines within the figure and beside those of other axes, smaller or shorter where these are many."""
+    width, height = _room_for_title(ax)
+    size, lines = _TITLE_SIZES[0], wrapped(title, _TITLE_SIZES[0], width)
+    while _height(lines, size) > height and size > _TITLE_SIZES[1]:
+        size -= 1
+        lines = wrapped(title, size, width)
+    while _height(lines, size) > height and len(title) > 10:
+        title = shorten_inside(title, 9 * len(title) // 10)
+        lines = wrapped(title, size, width)
+    ax.set_title(lines, fontsize=size, family=font_families(), parse_math=False)
+
+
+def _room_for_title(ax: Axes) -> tuple[float, float]:
+    """Width and height in inches of what is free above the axes; a layout engine makes room for it."""
+    ax.figure.figure.draw_without_rendering()  # only a layout says where the axes are
+    page, place = ax.figure.bbox, ax.get_window_extent()
+    middle = (place.x0 + place.x1) / 2
+    width, height = 2 * min(middle - page.x0, page.x1 - middle), place.height / 4
+    spec = ax.get_subplotspec()
+    if spec is not None:
+        spec = spec.get_topmost_subplotspec()
+        n_columns = spec.get_gridspec().ncols
+        width = min(width, page.width * len(spec.colspan) / n_columns * (0.8 if n_columns > 1 else 1.0))
+    if ax.figure.get_layout_engine() is None:
+        height = min(height, page.y1 - place.y1)
+    dpi = ax.figure.dpi
+    return 0.92 * float(width) / dpi, float(height) / dpi - 0.1
+
+
+def _height(lines: str, size: float) -> float:
+    return 1.25 * size / 72 * (lines.count("\n") + 1)
 
 
 def _strongest(sizes: np.ndarray) -> np.ndarray:
@@ -137,9 +171,9 @@ def _cells(ax: Axes, values: np.ndarray, table: Table) -> None:
 
 
 def _ticks(axis: object, names: object, kept: np.ndarray) -> None:
-    labels = [_name(names[k]) for k in kept]  # type: ignore[index]
+    labels = distinct({int(k): _name(names[k]) for k in kept}, _LONGEST)  # type: ignore[index]
     axis.set_ticks(range(len(kept)), labels, family=font_families(), parse_math=False)  # type: ignore[attr-defined]
 
 
 def _name(text: str) -> str:
-    return shorten(drawable(visible(str(text))), _LONGEST).strip()
+    return drawable(visible(str(text))).strip()
