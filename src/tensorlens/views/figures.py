@@ -87,8 +87,9 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     muted = {"fontsize": _LABEL_SIZE, "color": _MUTED, "va": "top"}
     figure.text(left / width, 1 - (head + 0.02) / height, f"{across} →", **muted)
     figure.text(0.02 / width, 1 - top / height, f"← {down}", rotation=90, ha="left", **muted)
-    _add_legend(figure, colouring, left, min(max(plot_width, 0.8), 1.6))
-    _add_aside(figure, view, None, left + min(max(plot_width, 0.8), 1.6) + 0.15)
+    length = min(max(plot_width, 0.8), 0.8 if view.aside else 1.6)
+    _add_legend(figure, colouring, left, length)
+    _add_aside(figure, view, None, left + length + 0.15)
     return figure
 
 
@@ -310,7 +311,10 @@ def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: floa
     names = ", ".join(_labels({j: view.in_tokens[j] for j in view.aside[:3]}))
     numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.aside[:3])
     style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
-    line = fitted(f"set aside: {names}{numbers}", _LABEL_SIZE - 0.5, 0.93 * (width - left - _MARGIN))
+    room = 0.93 * (width - left - _MARGIN) - sum(
+        text_width(part, _LABEL_SIZE - 0.5) for part in ("set aside: ", numbers)
+    )
+    line = f"set aside: {fitted(names, _LABEL_SIZE - 0.5, room)}{numbers}"
     figure.text(left / width, 0.13 / height, line, va="top", **style)
     if row is not None:
         bar = figure.add_axes((left / width, 0.2 / height, max(width - left - _MARGIN, 0.1) / width, 0.065 / height))
