@@ -167,8 +167,8 @@ def _processed(values: np.ndarray, processor: Any) -> np.ndarray:
     from PIL import Image
 
     grey = Image.fromarray(np.round(255 * values).astype(np.uint8)).convert("RGB")
-    pixels = torch.as_tensor(processor(images=grey, return_tensors="pt")["pixel_values"]).double().cpu().numpy()
-    return pixels.reshape(3, *pixels.shape[-2:]).mean(0)
+    pixels = torch.as_tensor(processor(images=grey, return_tensors="pt")["pixel_values"]).cpu().float().numpy()
+    return pixels.astype(float).reshape(3, *pixels.shape[-2:]).mean(0)
 
 
 def _line(places: np.ndarray, is_seen: np.ndarray, n_given: int) -> tuple[float, float] | None:
