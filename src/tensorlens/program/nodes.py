@@ -91,13 +91,22 @@ def _note_fused(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_post_hook(_note_fused)
 
 
-def version_of_weight(weight: Tensor) -> int:
-    """How often the memory of a weight was written to, as far as anybody counts; -1 if the memory was given back."""
-    if type(weight) not in (Tensor, nn.Parameter):
-        return weight._version
-    if weight.numel() and weight.layout is torch.strided and not weight.untyped_storage().nbytes():
-        return -1
-    return weight._version + (_fused_steps[weight.untyped_storage()._cdata] if _fused_steps else 0)
+def versions_of(values: Iterable[Tensor | None]) -> list[int | None]:
+    """How often the memory of each tensor was written to, as far as anybody counts; -1 if the memory was given back.
+
+    None for no tensor, and for one that was made in inference mode, whose writes nobody counts.
+    """
+    found = list[int | None]()
+    for value in values:
+        if value is None or value.is_inference():
+            found.append(None)
+        elif type(value) not in (Tensor, nn.Parameter):
+            found.append(value._version)
+        elif value.numel() and value.layout is torch.strided and not value.untyped_storage().nbytes():
+            found.append(-1)
+        else:
+            found.append(value._version + (_fused_steps[value.untyped_storage()._cdata] if _fused_steps else 0))
+    return found
 
 
 Remake = Callable[[int], Mapping[int, Tensor]]
@@ -118,10 +127,7 @@ class Constants(Sequence[Tensor]):
     def __init__(self, values: Iterable[Tensor | None], names: Mapping[int, str] | None = None) -> None:
         self.values = list(values)
         self.names = dict(names or {})
-        self._versions = [
-            None if value is None or type(value) is not Tensor or value.is_inference() else version_of_weight(value)
-            for value in self.values
-        ]
+        self._versions = versions_of([value if type(value) is Tensor else None for value in self.values])
         self._block_of: dict[int, int] = {}
         self._remake: Remake | None = None
         self._fetched: int | None = None
@@ -162,7 +168,7 @@ class Constants(Sequence[Tensor]):
         self._fetched = block
         for n, value in self._remake(block).items():
             self.values[n] = value
-            self._versions[n] = None if value.is_inference() else version_of_weight(value)
+            (self._versions[n],) = versions_of([value])
 
     def check(self, places: Iterable[int] | None = None) -> None:
         """Raise if a weight was written to since it was bound: T describes the model as it was.
@@ -170,9 +176,9 @@ class Constants(Sequence[Tensor]):
         Args:
             places: Those that matter; all if None.
         """
-        for n in range(len(self.values)) if places is None else places:
-            value, version = self.values[n], self._versions[n]
-            if value is not None and version is not None and version_of_weight(value) != version:
+        asked = range(len(self.values)) if places is None else list(places)
+        for n, now in zip(asked, versions_of([self.values[n] for n in asked]), strict=True):
+            if now is not None and self._versions[n] not in (None, now):
                 name = self.names.get(n)
                 raise InputError(
                     f"{f'`{name}`' if name else 'A tensor of the model'} was modified after this input was "

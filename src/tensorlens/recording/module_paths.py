@@ -14,7 +14,7 @@ from tensorlens.errors import InputError
 from tensorlens.models.layouts import main_tensor
 from tensorlens.models.module_calls import forward_replaced, module_tree
 from tensorlens.program.marks import Choice
-from tensorlens.program.nodes import version_of_weight
+from tensorlens.program.nodes import versions_of
 from tensorlens.recording.live import Live, found_in, raw
 from tensorlens.recording.rules.modules import (
     adapted_places,
@@ -191,13 +191,12 @@ class Weights:
             )
 
 
-def _memory(places: ModulePlaces) -> dict[str, tuple[int, int]]:
+def _memory(places: ModulePlaces) -> dict[str, tuple[int, int | None]]:
     """The storage of each weight, and how often it was written to."""
+    weights = {name: one for name, one in places.weights.items() if isinstance(one, nn.Parameter)}
     found = {}
-    for name, one in places.weights.items():
-        if isinstance(one, nn.Parameter):
-            # Not the address: `share_memory` moves it. An off-loaded weight has a new, empty storage after each use.
-            is_plain = type(one) is nn.Parameter and not one.is_meta
-            memory = one.untyped_storage()._cdata if is_plain else address_of(one)
-            found[name] = memory, 0 if one.is_inference() else version_of_weight(one)
+    for (name, one), version in zip(weights.items(), versions_of(weights.values()), strict=True):
+        # Not the address: `share_memory` moves it. An off-loaded weight has a new, empty storage after each use.
+        is_plain = type(one) is nn.Parameter and not one.is_meta
+        found[name] = one.untyped_storage()._cdata if is_plain else address_of(one), version
     return found
