@@ -176,14 +176,17 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
 
     def is_separable(self) -> bool:
-        """Whether samples stay separate: the one that is padded most gives the same as alone.
+        """Whether samples stay separate: the one that is padded most gives the same result as alone.
 
-        If a fixed value may combine samples, all of them must: such values are those of a sample alone as long as no
-        sample has changed another's, by a full expert for example.
+        Where the model decides over several samples at once, as a router does whose experts can be full, every sample
+        is compared: a decision that changed none of them is harmless.
         """
-        if len(self) == 1 or carries_across(self.recording):
-            return len(self) == 1
-        return all(map(self._is_as_alone, self.shortest[-1:] if self.mixing is None else range(len(self))))
+        if len(self) == 1:
+            return True
+        if carries_across(self.recording):
+            return False
+        compared = range(len(self)) if self.recording.mixes_samples else self.shortest[-1:]
+        return all(map(self._is_as_alone, compared))
 
     def _is_as_alone(self, i: int) -> bool:
         alone = self.specimen.look(self.prepared[i]).output

@@ -74,7 +74,7 @@ def check_path(value: Any) -> Path:
 
 
 def check_lens(value: Any) -> None:
-    """Refuse what cannot be asked as a lens is."""
+    """Refuse anything but a lens."""
     if not hasattr(value, "specimen"):
         raise InputError(f"Expected a lens; got {type(value).__name__}. Make one: `tensorlens.Lens(model, tokenizer)`.")
 

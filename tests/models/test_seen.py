@@ -134,5 +134,5 @@ def test_a_place_that_is_not_known_is_not_drawn(change: Callable[[Any], Any], tm
     pairs = tl.similarity(lens, photograph(), photograph())
     assert pairs.meta["a_pictures"][0]["image"] is None
     assert "so the picture is not shown" in pairs.save(tmp_path / "pairs.html").read_text("utf-8")
-    with pytest.raises(tl.InputError, match="more than scale and cut"):
+    with pytest.raises(tl.InputError, match="more than scale and crop"):
         tl.similarity(lens, photograph(), photograph(), groups={"regions": (2, 2)})

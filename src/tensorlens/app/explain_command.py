@@ -1,6 +1,6 @@
 """`tensorlens explain`, the front door, and `tensorlens map`, for those who choose the method.
 
-Both print the answer first, and what certifies it afterwards. A question is checked as early as possible.
+Both print the answer first and its certificate afterwards. A question is checked as early as possible.
 """
 
 from __future__ import annotations

@@ -222,8 +222,8 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
     other = specimen.look(prepared)
     if other.shape != run.operator.shape:
         raise InputError(
-            f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens. Replace words by "
-            "others of as many tokens."
+            f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens. Replace "
+            "words only by words with the same number of tokens."
         )
     twin = Pass(other.operator, run.weights, run.out_token)
     return run.written, lambda part: twin.written(twin.parts[part.component])

@@ -157,8 +157,8 @@ def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> 
     seen = meta.get("seen", WHOLE)  # pixels that were given as numbers are the whole picture
     if seen is None:
         raise InputError(
-            "The processor does more than scale and cut the picture, so where the patches are in it is not known. Pass "
-            "the processor's pixels: regions are parts of them then."
+            "The processor does more than scale and crop the picture, so the places of the patches are not known. Pass "
+            "the processor's pixels instead; regions are then parts of these."
         )
     rows, columns, first = (grid[key] for key in ("rows", "columns", "first"))
     boxes = cells(rows, columns, tuple(seen))

@@ -273,7 +273,7 @@ def _beginning(text: Any) -> str:
     return shorten(_plain(text), MOST_CHARACTERS)
 
 
-UNSEEN = "not known, so the picture is not shown: the processor does more than scale and cut it"
+UNSEEN = "not known, so the picture is not shown: the processor does more than scale and crop it"
 """What is said of a picture whose patches have no known place in it."""
 
 
