@@ -62,14 +62,10 @@ class Followed(Tensor):
         """The same numbers in new memory, live on the same tape: a copied tape would not belong to the recording."""
         return self.clone()
 
-    def __copy__(self) -> Tensor:
-        """Another tensor in the same memory."""
-        return self.view_as(self)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotLinearError(
-            "The model pickles a live tensor (`pickle`, `torch.save`, another process), where no rule can follow it. "
-            "Let the model compute in its own process, with torch functions."
+            "The model hands a live tensor to `pickle`, `torch.save`, `copy.copy` or another process, where no rule can "
+            "follow it. Let the model compute in its own process, with torch functions."
         )
 
     def as_subclass(self, cls: Any) -> Any:

@@ -386,13 +386,6 @@ def mask_filled(x: Any, mask: Any, value: Any) -> Any:
     return now.tape.emit("where", result, mask, fill, x, role=role_after("masked_fill", x))
 
 
-@rule("index_fill")
-def rows_filled(x: Live, dim: int, index: Tensor, value: Any) -> Any:
-    """`x` with a number at some indices of an axis."""
-    mask = raw(torch.zeros, x.shape, dtype=torch.bool, device=x.device)
-    return x.masked_fill(raw(Tensor.index_fill, mask, dim, value_of(index), True), value)
-
-
 @rule("masked_select")
 def picked(x: Live, mask: Tensor) -> Any:
     """The values where a mask is true, along one axis."""
