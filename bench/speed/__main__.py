@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     "walks": (lambda: walks("tiny", 8), lambda: walks("tiny", 8)),
     "long": (lambda: parts.long_input("Llama-8B", 8192, 32), lambda: parts.long_input("tiny", 16, 2)),
     "answers": (lambda: parts.answers("Llama-8B", 6000, 200), lambda: parts.answers("tiny", 40, 20)),
-    "batches": (lambda: parts.batches("SmolLM2", 2048, 128, 256), lambda: parts.batches("tiny", 4, 8, 2)),
+    "batches": (lambda: parts.batches("SmolLM2", 4096, 128, 512), lambda: parts.batches("tiny", 4, 8, 2)),
     "perturbation": (lambda: parts.perturbed("SmolLM2", 96, 128), lambda: parts.perturbed("tiny", 2, 8)),
     "inside": (lambda: parts.inside("SmolLM2", 128), lambda: parts.inside("tiny", 8)),
     "pairs": (pair_rows, lambda: pair_rows(tiny=True)),

@@ -267,7 +267,10 @@ def answers(name: str, n_prompt: int, n_answer: int) -> Rows:
 
 
 def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
-    """Samples per second of `lens.maps` over those of plain input times gradient in batches."""
+    """Samples per second of `lens.maps`, over those of plain gradients of the same samples in batches.
+
+    The gradients are input times gradient, and CP-LRP and AttnLRP as gradients of the model with its rules put in.
+    """
     model = build(name)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     ids = [token_ids(n_tokens + k % 3) for k in range(n_samples)]
@@ -279,35 +282,50 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
             logits = model(inputs_embeds=x, use_cache=False, logits_to_keep=1).logits[:, -1]
             (torch.autograd.grad(logits.max(-1).values.sum(), x)[0] * x).sum(-1).tolist()
 
-    yardstick, lens = n_samples / timed(plain, n=2).seconds, tl.Lens(model)
-    with cp_lrp(model):
-        peer = n_samples / timed(plain, n=2).seconds
-    rows, asked = (
-        [],
-        dict[str, dict[str, Any]]({"tensor.in_class": {}, "tensor.in_out": {}, "tensor.norm": {"probes": 16}}),
-    )
-    for method, options in asked.items():
-        took = timed(lambda m=method, o=options: list(lens.maps(ids, m, progress=False, **o)), n=3)
-        rate = n_samples / took.seconds
-        rows.append(
-            {"model": name, "tokens": n_tokens, "samples": n_samples, "method": method}
-            | {"per second": f"{rate:.0f}", "input × gradient": f"{yardstick:.0f}", "ratio": f"{rate / yardstick:.3f}"}
-            | {"CP-LRP by gradients": f"{peer:.0f}", "ratio to it": f"{rate / peer:.3f}"}
-        )
+    rates = {"input × gradient": n_samples / timed(plain, n=2).seconds}
+    for label, is_live in (("CP-LRP by gradients", False), ("AttnLRP by gradients", True)):
+        with lrp_gradients(model, is_live):
+            rates[label] = n_samples / timed(plain, n=2).seconds
+        clear()
+    lens, lrp, rows = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp()), []
+    for its, method, options, n in (
+        (lens, "tensor.in_class", {}, n_samples),
+        (lens, "tensor.in_out", {}, n_samples),
+        (lrp, "tensor.in_class", {}, n_samples),
+        (lens, "tensor.norm", {"probes": 16}, -(-n_samples // 8)),
+    ):
+        took = timed(lambda: list(its.maps(ids[:n], method, progress=False, **options)), n=3)  # noqa: B023
+        rate = n / took.seconds
+        row = {"model": name, "tokens": n_tokens, "samples": n, "rules": its.rules.name, "method": method}
+        row |= {"per second": f"{rate:.0f}"}
+        rows.append(row | {f"over {label} ({other:.0f})": f"{rate / other:.3f}" for label, other in rates.items()})
+        clear()
     return rows
 
 
 @contextmanager
-def cp_lrp(model: Any) -> Iterator[None]:
-    """Inside, a Llama's gradients are CP-LRP's: queries, keys, gates and the sizes in norms are detached."""
+def lrp_gradients(model: Any, is_live: bool) -> Iterator[None]:
+    """Inside, a Llama has gradients of AttnLRP, or with queries, keys and gates held of CP-LRP; norms are held."""
 
     def norm(module: Any, x: Tensor) -> Tensor:
         size = x.float().square().mean(-1, keepdim=True)
         return module.weight * (x.float() * torch.rsqrt(size + module.variance_epsilon).detach()).to(x)
 
+    def halved(y: Tensor) -> Tensor:
+        return 0.5 * y + (0.5 * y).detach()
+
+    def changed(name: str, x: Tensor, y: Tensor) -> Tensor:
+        if not is_live:
+            return y.detach()
+        return halved((y / x).detach() * x if name.endswith("act_fn") else y)
+
     named = dict(model.named_modules())
-    held = [one for name, one in named.items() if name.endswith(("q_proj", "k_proj", "act_fn"))]
-    hooks = [one.register_forward_hook(lambda _, __, y: y.detach()) for one in held]
+    ends = ("q_proj", "k_proj", "act_fn", *(("v_proj", "up_proj") if is_live else ()))
+    hooks = [
+        one.register_forward_hook(lambda _, given, y, name=name: changed(name, given[0], y))
+        for name, one in named.items()
+        if name.endswith(ends)
+    ]
     norms = [one for one in named.values() if hasattr(one, "variance_epsilon")]
     for one in norms:
         one.forward = partial(norm, one)

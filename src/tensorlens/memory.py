@@ -43,6 +43,9 @@ SHARE_OF_DENSE = 0.8
 BYTES_OF_SCALED = {"cuda": 2**29, "cpu": 2**25}
 """By device: scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
 
+BYTES_OF_SCORES = {"cuda": 2**29, "cpu": 2**26}
+"""By device: scores of attention that are formed at a time. Each chunk adds to all keys, which a GPU does slowly."""
+
 BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
 """By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
 

@@ -26,11 +26,9 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
 from tensorlens.errors import NotLinearError
+from tensorlens.memory import BYTES_OF_SCORES, bytes_on
 from tensorlens.program.nodes import Axes, Spec, at_least_float32, mapped
 from tensorlens.program.operations import operation
-
-CHUNK = 2**24
-"""Number of scores formed at a time: heads times queries times keys."""
 
 FORMED = 512
 """Up to this many keys, full-precision attention is formed as a matrix: fused kernels are made for half precision."""
@@ -183,9 +181,9 @@ class _Several(torch.autograd.Function):
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Queries in chunks, to limit how many scores are formed at a time."""
-    n_queries, n_keys = query.shape[-2], key.shape[-2]
-    step = max(1, CHUNK // max(1, n_keys * math.prod(query.shape[:-2])))
+    """Queries in chunks, to limit how many scores (…, head, query, key) are formed at a time."""
+    n_queries, n_scores = query.shape[-2], key.shape[-2] * math.prod(query.shape[:-2])
+    step = max(1, bytes_on(query.device, BYTES_OF_SCORES) // max(1, n_scores * query.dtype.itemsize))
     return [slice(start, start + step) for start in range(0, n_queries, step)]
 
 
