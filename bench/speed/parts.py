@@ -288,12 +288,13 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
             rates[label] = n_samples / timed(plain, n=2).seconds
         clear()
     lens, lrp, rows = tl.Lens(model), tl.Lens(model, rules=tl.Rules.attn_lrp()), []
-    for its, method, options, n in (
+    asked: list[tuple[tl.Lens, str, dict[str, Any], int]] = [
         (lens, "tensor.in_class", {}, n_samples),
         (lens, "tensor.in_out", {}, n_samples),
         (lrp, "tensor.in_class", {}, n_samples),
         (lens, "tensor.norm", {"probes": 16}, -(-n_samples // 8)),
-    ):
+    ]
+    for its, method, options, n in asked:
         took = timed(lambda: list(its.maps(ids[:n], method, progress=False, **options)), n=3)  # noqa: B023
         rate = n / took.seconds
         row = {"model": name, "tokens": n_tokens, "samples": n, "rules": its.rules.name, "method": method}
@@ -317,7 +318,9 @@ def lrp_gradients(model: Any, is_live: bool) -> Iterator[None]:
     def changed(name: str, x: Tensor, y: Tensor) -> Tensor:
         if not is_live:
             return y.detach()
-        return halved((y / x).detach() * x if name.endswith("act_fn") else y)
+        if name.endswith("act_fn"):
+            y = (y / x).detach() * x
+        return halved(halved(y) if name.endswith(("q_proj", "k_proj")) else y)  # two products lie behind scores
 
     named = dict(model.named_modules())
     ends = ("q_proj", "k_proj", "act_fn", *(("v_proj", "up_proj") if is_live else ()))
