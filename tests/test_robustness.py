@@ -172,6 +172,11 @@ def test_device_map_over_places(tiny: TinyModel, tmp_path: Path):
         tiny.model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
     )
     assert agree(pulled(model), expected)
+    T, again = tl.Lens(model)(IDS), list[int]()
+    for n, block in enumerate(model.model.layers):
+        block.register_forward_pre_hook(lambda *_, n=n: again.append(n))
+    T.adjoint(T.output)
+    assert again == [1], "only blocks whose weights are elsewhere run again"
 
 
 @pytest.mark.parametrize(("kind", "nested"), [("fp4", True), ("nf4", False)])

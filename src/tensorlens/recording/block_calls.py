@@ -145,7 +145,6 @@ class KeptBlocks:
         parameters = [one for one in weights if isinstance(one, nn.Parameter)]
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         self._device, self._spent, self._budget = device, 0, 0.0
-        self._has_other_weights = any([p.is_meta for p in parameters])
         self.calls: list[BlockCall] = []
         self._blocks: list[_Kept] = []
         self._since = self._first = 0
@@ -160,19 +159,22 @@ class KeptBlocks:
         self.calls.append(call)
         some = range(self._first, len(run.constants))
         held = [n for n in some if run.constants[n] is not None and n not in run.names]
-        self._spent += sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
-        is_dropped = call.is_closed and (self._has_other_weights or not self._has_room())
+        size = sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
+        # An off-loaded weight is there while its module runs, and would stay as a constant.
+        is_dropped = call.is_closed and (_is_offloaded(call.module) or not self._has_room(size))
+        self._spent += 0 if is_dropped else size
         output = raw(Tensor.clone, output) if is_dropped else None
         self._blocks.append(_Kept(run.steps[self._since :], places, held, output))
         if is_dropped:
             for n in held:
                 run.forget_constant(n)
 
-    def _has_room(self) -> bool:
-        """Whether the constants so far are within their share of memory, which is only queried if there are many."""
-        if self._spent > SHARE_OF_RECORDING * ALWAYS_FITS and not self._budget:
-            self._budget = SHARE_OF_RECORDING * (free_bytes(self._device) + self._spent)
-        return self._spent <= max(self._budget, SHARE_OF_RECORDING * ALWAYS_FITS)
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more are within their share of memory, which is only queried if there are many."""
+        spent = self._spent + size
+        if spent > SHARE_OF_RECORDING * ALWAYS_FITS and not self._budget:
+            self._budget = SHARE_OF_RECORDING * (free_bytes(self._device) + spent)
+        return spent <= max(self._budget, SHARE_OF_RECORDING * ALWAYS_FITS)
 
     def make_fetchable(self, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
         """Tell `constants` how to fetch those that were dropped: by recording their block again from its state."""
@@ -187,6 +189,11 @@ class KeptBlocks:
             return _matched(blocks[n], again.program, again.n_before)
 
         constants.let_go(gone, remake)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a module has weights that a hook brings when it runs."""
+    return any(p.is_meta for p in module.parameters())
 
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:
