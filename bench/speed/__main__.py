@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.speed import parts
+from bench.speed import large, parts
 from bench.speed.circuits import circuit_rows
 from bench.speed.pairs import pair_rows, search_rows
 from bench.speed.sizes import size_rows
@@ -34,6 +34,25 @@ PARTS: dict[str, tuple[Callable[[], parts.Rows], Callable[[], parts.Rows]]] = {
     "walks": (lambda: walks("tiny", 8), lambda: walks("tiny", 8)),
     "long": (lambda: parts.long_input("Llama-8B", 8192, 32), lambda: parts.long_input("tiny", 16, 2)),
     "answers": (lambda: parts.answers("Llama-8B", 6000, 200), lambda: parts.answers("tiny", 40, 20)),
+    "grid": (
+        lambda: large.grid("Llama-8B", large.GRID),
+        lambda: large.grid("tiny", ((4, 20), (20, 4))),
+    ),
+    "row": (lambda: large.of_an_answer("Llama-8B", 6000, 200), lambda: large.of_an_answer("tiny", 20, 4)),
+    "kernels": (
+        lambda: large.kernels(("bert-base", "SmolLM2"), 128, 256),
+        lambda: large.kernels(("tiny-bert", "tiny"), 8, 2),
+    ),
+    "longest": (lambda: large.longest("Llama-8B", 131072), lambda: large.longest("tiny", 32)),
+    "longest-half": (lambda: large.longest("Llama-8B", 65536), lambda: large.longest("tiny", 16)),
+    "offloaded": (
+        lambda: large.offloaded(large.LLAMA_70B, 80, 40, 2048),
+        lambda: large.offloaded(large.SMALL, 4, 2, 16),
+    ),
+    "experts": (
+        lambda: large.experts(("Qwen3-30B-A3B", "GPT-OSS-120B"), 1024, 8),
+        lambda: large.experts(("tiny-experts",), 8, 2),
+    ),
     "batches": (lambda: parts.batches("SmolLM2", 4096, 128, 512), lambda: parts.batches("tiny", 4, 8, 2)),
     "perturbation": (lambda: parts.perturbed("SmolLM2", 96, 128), lambda: parts.perturbed("tiny", 2, 8)),
     "inside": (lambda: parts.inside("SmolLM2", 128), lambda: parts.inside("tiny", 8)),

@@ -30,6 +30,8 @@ DEEPSEEK = dict(
     first_k_dense_replace=3,
 )
 """Half of its heads and a sixteenth of its experts, so that eight blocks fit one device."""
+QWEN3_MOE = dict(hidden_size=2048, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+GPT_OSS = dict(num_local_experts=128, num_experts_per_tok=4)
 TINY = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128, vocab_size=1000)
 
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -39,8 +41,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK | dict(vocab_size=129280)),
     "Phi-1.5": ("PhiForCausalLM", "PhiConfig", PHI | dict(partial_rotary_factor=0.5, max_position_embeddings=8192)),
     "Pythia-1B": ("GPTNeoXForCausalLM", "GPTNeoXConfig", PYTHIA | dict(max_position_embeddings=8192)),
+    "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", QWEN3_MOE | dict(vocab_size=151936)),
+    "GPT-OSS-120B": ("GptOssForCausalLM", "GptOssConfig", GPT_OSS | dict(vocab_size=201088)),
     "SmolLM2": ("LlamaForCausalLM", "LlamaConfig", SMOLLM2 | dict(vocab_size=49152, num_hidden_layers=30)),
     "tiny": ("LlamaForCausalLM", "LlamaConfig", TINY | dict(num_key_value_heads=2, num_hidden_layers=3)),
+    "tiny-experts": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        TINY | dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16),
+    ),
     "bert-base": ("BertModel", "BertConfig", {}),
     "gpt2-small": ("GPT2Model", "GPT2Config", {}),
     "tiny-bert": ("BertModel", "BertConfig", TINY | dict(num_hidden_layers=3)),
@@ -50,12 +59,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """A model with random weights, seeded, on the GPU if there is one; `options` change its configuration."""
     cls, config, own = MODELS[name]
-    before = torch.get_default_dtype()
+    before, attention = torch.get_default_dtype(), "eager" if name.startswith("GPT-OSS") else "sdpa"
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device()):
-            model = getattr(hf, cls)._from_config(getattr(hf, config)(**(own | options)), attn_implementation="sdpa")
+            model = getattr(hf, cls)._from_config(getattr(hf, config)(**(own | options)), attn_implementation=attention)
     finally:
         torch.set_default_dtype(before)
     return model.to(device()).eval().requires_grad_(False)

@@ -122,13 +122,14 @@ def slope(points: list[tuple[int, float]]) -> float:
 # Questions, beside the model's own passes -----------------------------------------------------------------------------
 
 
-def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timing]:
+def passes(model: Any, ids: Sequence[int], keep: int = 1, n: int = 7) -> tuple[Timing, Timing]:
     """A forward pass, and a forward and backward pass from the last logits to the embeddings, of the model itself.
 
     Args:
         model: The model.
         ids: Its input.
         keep: Outputs whose logits it computes; all of them, as a plain call does, if 0.
+        n: How often each is timed.
     """
     x = model.get_input_embeddings()(torch.tensor([list(ids)], device=device())).detach()
 
@@ -141,7 +142,7 @@ def passes(model: Any, ids: Sequence[int], keep: int = 1) -> tuple[Timing, Timin
         logits = model(inputs_embeds=leaf, use_cache=False, logits_to_keep=keep).logits[0]
         torch.autograd.grad(logits[-keep:].amax(-1).sum() if keep else logits[-1].amax(), leaf)
 
-    return timed(forward, n=7, warm=2), timed(both, n=7, warm=2)
+    return timed(forward, n=n, warm=2), timed(both, n=n, warm=2)
 
 
 def clock(names: Sequence[str], n_tokens: int, n_blocks: int) -> Rows:
@@ -293,6 +294,7 @@ def batches(name: str, n_samples: int, n_tokens: int, batch_size: int) -> Rows:
         (lens, "tensor.in_out", {}, n_samples),
         (lrp, "tensor.in_class", {}, n_samples),
         (lens, "tensor.norm", {"probes": 16}, -(-n_samples // 8)),
+        (lens, "tensor.contribution", {}, -(-n_samples // 8)),
     ]
     for its, method, options, n in asked:
         took = timed(lambda: list(its.maps(ids[:n], method, progress=False, **options)), n=3)  # noqa: B023
