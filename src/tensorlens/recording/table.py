@@ -156,7 +156,7 @@ def rule(names: str) -> Callable[[AnyRule], AnyRule]:
 def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule of your own for torch functions, by their names separated by spaces.
 
-    It takes (run, function, args, kwargs), `run` being the recording, and returns a live tensor, made by torch functions
+    It takes (run, function, args, kwargs), with `run` the recording, and returns a live tensor, made by torch functions
     of live tensors or by `run.emit`.
     """
     if not isinstance(names, str) or not names.split():

@@ -545,7 +545,7 @@ class Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: a pass already runs without compiled code, and switching it off once more is slower than most kernels."""
+        """False: a pass already runs without compiled code, and switching it off again is slower than most kernels."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -109,7 +109,7 @@ def power(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: di
 def matrix_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Linear with one live factor. With two, the left one mixes and is held, and the right one is carried.
 
-    q·kᵀ is such a product too; holding it has no effect, because the softmax holds its result. With live attention both follow
+    q·kᵀ is such a product too; there holding has no effect: the softmax holds the result. With live attention both use
     `Rules.attention`.
     """
     left, right = (*args, *kwargs.values())[:2]
