@@ -54,23 +54,23 @@ class Teller:
 
 def judge(
     model: Model,
-    data: Annotated[str, typer.Option(help="Folder with the judges' data, or with sets of evidence.")],
+    data: Annotated[str, typer.Option(help="Folder with the data of the benchmarks, or with sets of evidence.")],
     out: RunFolder,
-    judges: Annotated[str, typer.Option(help=f"Among {', '.join(JUDGES)}; separated by commas.")] = "evidence",
+    judges: Annotated[str, typer.Option(help=f"Benchmarks, separated by commas: {', '.join(JUDGES)}.")] = "evidence",
     methods: Annotated[
-        str | None, typer.Option(help="Maps, with rules after an @: tensor.in_class@attn_lrp; all if not given.")
+        str | None, typer.Option(help="Map methods (default: all); a rule set follows an @: tensor.in_class@attn_lrp.")
     ] = None,
-    peers: Annotated[str | None, typer.Option(help="Other packages asked too, such as lxt.attn_lrp,gim.")] = None,
-    peer_python: Annotated[str | None, typer.Option(help="Interpreter of the peers' environment.")] = None,
-    peer_limit: Annotated[int | None, typer.Option(help="Items of a set that peers are asked about.", min=1)] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each set, at most.", min=1)] = None,
-    quick: Annotated[bool, typer.Option(help="Five items of each set, four rule sets and two controls.")] = False,
-    lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt, separated by commas.")] = "512",
-    seed: Annotated[int, typer.Option(help="Seed of replaced tokens and of the bootstrap.")] = 0,
+    peers: Annotated[str | None, typer.Option(help="Other packages to compare with, such as lxt.attn_lrp,gim.")] = None,
+    peer_python: Annotated[str | None, typer.Option(help="Python of the environment with these packages.")] = None,
+    peer_limit: Annotated[int | None, typer.Option(help="Items per set for other packages, at most.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Largest number of items per set.", min=1)] = None,
+    quick: Annotated[bool, typer.Option(help="Try it: five items per set, four rule sets, two controls.")] = False,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths for needles, in tokens.")] = "512",
+    seed: Annotated[int, typer.Option(help="Random seed for replaced tokens and the bootstrap.")] = 0,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which method finds what is known to matter? Benchmarks with known answers, the same items for all.
+    """Which method finds what is known to matter? Benchmarks with known answers; every method sees the same items.
 
     Several processes share a run under torchrun or accelerate launch.
     """
@@ -125,18 +125,18 @@ def _print(result: Any) -> None:
 
 def passages(
     model: Model,
-    out: Annotated[Path, typer.Option(help="Lines of JSON, one per item; the same file is continued.")],
-    judges: Annotated[str, typer.Option(help="Among documents, needles, injections, context.")] = "documents",
+    out: Annotated[Path, typer.Option(help="Output file, one JSON line per item. An existing file is continued.")],
+    judges: Annotated[str, typer.Option(help="Benchmarks: documents, needles, injections, context.")] = "documents",
     data: Annotated[Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles.")] = None,
     agentdojo: Annotated[Path | None, typer.Option(help="Folder of the package agentdojo, for injections.")] = None,
     members: Annotated[str, typer.Option(help="Rule sets, separated by commas.")] = "paper,half_gate,attn_lrp,gim",
-    targets: Annotated[str, typer.Option(help="What is explained.")] = "centred,raised,runner_up",
-    lengths: Annotated[str, typer.Option(help="Needles: tokens of a prompt.")] = "512,1024,2048",
-    items: Annotated[int, typer.Option(help="Items of each judge and length, at most.", min=1)] = 50,
-    seconds: Annotated[float, typer.Option(help="Begin no item after this long.")] = 1e9,
+    targets: Annotated[str, typer.Option(help="Targets to explain.")] = "centred,raised,runner_up",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths for needles.")] = "512,1024,2048",
+    items: Annotated[int, typer.Option(help="Largest number of items per benchmark and length.", min=1)] = 50,
+    seconds: Annotated[float, typer.Option(help="Start no item after this many seconds.")] = 1e9,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which passage does an answer stand on? Every rule set with every target, beside BM25 and mean attention."""
+    """Which passage is an answer based on? Every rule set with every target, beside BM25 and mean attention."""
     tell = Teller("passages")
     tell(f"{judges} on {model}, into {out}; loading the model", at_once=True)
     from bench.passages import items as made
@@ -180,11 +180,11 @@ def needed(folder: Path | None, name: str) -> Path:
 
 
 def keep(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs of judges, or files that `passages` wrote.")],
+    runs: Annotated[list[Path], typer.Argument(help="Output folders of `judge`, or files that `passages` wrote.")],
     model: Annotated[str, typer.Option(help="Short name of the model.")],
-    about: Annotated[str, typer.Option(help="Where it ran, in words.")] = "CPU, float32",
+    about: Annotated[str, typer.Option(help="Device and precision, in words.")] = "CPU, float32",
 ) -> None:
-    """Put the raw scores of runs into bench/records, one file per judge."""
+    """Put the raw scores of runs into bench/records, one file per benchmark."""
     import json
 
     from bench.records import FOLDER
@@ -206,7 +206,7 @@ def _text(path: Path) -> str:
 
 
 def tables(
-    write: Annotated[bool, typer.Option(help="Put the tables into the pages of docs/.")] = False,
+    write: Annotated[bool, typer.Option(help="Write the tables into the pages of docs/ instead.")] = False,
 ) -> None:
     """Print every published number of the benchmarks from the records in bench/records; no model is loaded."""
     Teller("tables")("every table from bench/records", at_once=True)
@@ -230,18 +230,18 @@ def paper_records(
 
 
 def families(
-    only: Annotated[list[str] | None, typer.Option(help="Model types, such as llama; all if left out.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Model types, such as llama (default: all).")] = None,
     task: Annotated[list[str] | None, typer.Option(help="Tasks: causal, masked, seq2seq, vision, audio.")] = None,
-    attention: Annotated[list[str] | None, typer.Option(help="eager, sdpa; both if left out.")] = None,
+    attention: Annotated[list[str] | None, typer.Option(help="eager or sdpa (default: both).")] = None,
     out: Annotated[Path, typer.Option(help="JSON file; the page is written beside it.")] = Path(
         "docs/compatibility.json"
     ),
-    workers: Annotated[int, typer.Option(help="Processes at a time.", min=1)] = 2,
-    limit_seconds: Annotated[float, typer.Option(help="Time for one model type.", min=1)] = 120.0,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.", min=1)] = 2,
+    limit_seconds: Annotated[float, typer.Option(help="Time limit per model type, in seconds.", min=1)] = 120.0,
 ) -> None:
     """Certify a tiny random model of every type that transformers can build.
 
-    With --only, --task or --attention, the other lines of an existing table are kept.
+    With --only, --task or --attention, all other rows of an existing table are kept.
     """
     tell = Teller("families")
     tell(f"certificates of {', '.join(only or ['every model type'])} into {out}; starting", at_once=True)
@@ -273,7 +273,7 @@ def families(
 
 def strangers(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Parts of names; those not in the table yet if left out.")
+        list[str] | None, typer.Argument(help="Parts of model names (default: models not in the table yet).")
     ] = None,
 ) -> None:
     """Write the table of models of other packages into docs/compatibility.md; see `make strangers`."""

@@ -17,12 +17,12 @@ from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
 
 _NOTES = """
 Each row is a tiny model of that type with every parameter drawn at random, including biases and gains. It is recorded
-at one input and certified, and stays bit-identical.
+at one input and certified; its weights stay bit-identical.
 
 - *error*: the largest error of value, linearity away from the input, adjoint identity, completeness and composition:
   about 1e-7 if the model's own code computes parts in float32, otherwise 1e-15.
-- *capture*: the operator under the Jacobian's rules, compared with finite differences of the model. A lost path would
-  show by its size; up to 2e-2 is accepted.
+- *capture*: the operator under the Jacobian's rules, compared with finite differences of the model. A path missing
+  from the operator shows as a difference of its size; up to 2e-2 is accepted.
 - *B unexplained*: what remains of the bias when every additive parameter that a step reads is zero. It comes from
   constants in the model's code: running means of batch norms, clamps, the 1 in (u + 1) ⊙ φ(g), fixed positions,
   parameters that the model joins or interpolates before it adds them (`wavlm`, `yolos`), and values that it passes

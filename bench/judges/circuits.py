@@ -1,8 +1,8 @@
-"""Circuits of every rule set, of integrated gradients and of random edges: what they recover, pair by pair.
+"""How much circuits recover: those of every rule set, of integrated gradients and of random edges, pair by pair.
 
 `python -m bench.judges.circuits MODEL PAIRS --about WHERE`; PAIRS is a folder with ioi.csv and greater_than.csv. Each
-pair is a line of bench/records/circuits/MODEL.jsonl.gz, and pairs that are there are not run again. `python -m bench
-tables` prints CPR and CMD of these files.
+pair becomes a line of bench/records/circuits/MODEL.jsonl.gz, and pairs in that file are not run again. `python -m bench
+tables` computes CPR and CMD from these files.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("pairs", type=Path)
     parser.add_argument("--about", required=True, help="Device and precision, in words.")
-    parser.add_argument("--limit", type=int, default=5, help="Pairs of each set, at most.")
-    parser.add_argument("--seconds", type=float, default=1e9, help="Begin no further pair after so long.")
-    parser.add_argument("--order", action="append", choices=get_args(Order), help="Magnitude if left out.")
+    parser.add_argument("--limit", type=int, default=5, help="Largest number of pairs per set.")
+    parser.add_argument("--seconds", type=float, default=1e9, help="Start no pair after this many seconds.")
+    parser.add_argument("--order", action="append", choices=get_args(Order), help="Ranking (default: magnitude).")
     parser.add_argument("--out", type=Path, default=FOLDER / "circuits")
     parser.add_argument("--device")
     given = parser.parse_args()

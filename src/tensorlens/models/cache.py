@@ -1,7 +1,7 @@
 """Converted checkpoints, kept so that a conversion happens once.
 
 A finished copy is a folder under `cache_folder()`, named by its content. It appears by one rename, so a reader sees
-a whole copy or none. Nothing here knows what is being converted.
+a whole copy or none. This file does not know what is converted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cache_key(name: str, files: Sequence[Path], *, version: str | None = None) -
     Args:
         name: Begins the key, for people who look into the folder.
         files: The files that are converted, in order.
-        version: Version of the package that the files come from, which then stands for their content: it is not read.
+        version: Version of the package that contains the files; it then stands for their content, which is not read.
     """
     content = version
     if content is None:

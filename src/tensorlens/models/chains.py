@@ -1,18 +1,18 @@
-"""The chain of blocks in what ran: similar calls, one after the other, through which one state flows.
+"""The chain of blocks in a pass: similar calls, one after the other, through which one state flows.
 
 `find_chain` works from the inside out. Its steps, of which `_Search._parts` takes 2 to 5 in every call that has parts:
 
 1. *States first* (`put_states_first`): where calls alike take a mask or positions before their state, the state is what
    each of them hands to the next.
-2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with the state going through them and not
+2. *Open stages* (`_opened`): a call whose parts are themselves a chain, with the state going through them rather than
    around (`_is_cut`, `_joins`), stands for the blocks in it; any other, for itself.
 3. *What repeats* (`_repeated`): stages, calls with a similar call beside them, and modules in the same list as those.
 4. *A series* (`_series`): the heaviest sequence of these in which the state flows from each to the next.
-5. *Strike out* (`_lonely`, `_between`): members whose like is not in the series, adapters between the blocks. Then 4
-   again, until there is nothing to strike out.
-6. *Without the stem* (`without_stem`): small convolutions over pixels may be alike too.
+5. *Remove* (`_lonely`, `_between`) members whose similar call is not in the series, and adapters. Then 4
+   again, until nothing is removed.
+6. *Remove the stem* (`without_stem`): small convolutions over pixels may be similar too.
 
-If fewer than two blocks come out, modules are alike by their class alone: stages of one block each may differ by a
+If fewer than two blocks come out, the search compares modules by class alone: stages of one block each may differ by a
 position or a split.
 """
 
@@ -30,16 +30,16 @@ from tensorlens.models.evidence import Evidence, ModuleCall
 from tensorlens.models.stacks import CONTAINERS
 
 PASSIVE = (*CONTAINERS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
-"""What may be in a linear layer besides its weights."""
+"""Modules that may be in a linear layer besides its weights."""
 STEM = 0.001
-"""A first block with a smaller part of the chain's weights belongs to what comes before."""
+"""A first block with a smaller share of the chain's weights belongs to the part before the blocks."""
 SMALL = 0.2
 """Lists among the blocks that hold less than this part of their weights are not blocks."""
 Chain = list[ModuleCall]
 
 
 def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
-    """The blocks of a model, or of one part of it, in the order of their calls; empty where nothing repeats."""
+    """The blocks of a model, or of one part of it, in the order of their calls; empty if nothing repeats."""
     put_states_first(evidence)
     for by_weights in (True, False):
         search = _Search(evidence, by_weights)
@@ -50,11 +50,11 @@ def find_chain(evidence: Evidence, within: ModuleCall | None = None) -> Chain:
 
 
 def put_states_first(evidence: Evidence) -> None:
-    """Let calls begin with their state where they take something else first: a mask, positions, a memory."""
+    """Put the state first among the tensors of a call that takes something else first: a mask, positions, a memory."""
     alike: dict[Any, Chain] = {}
     for call in evidence.calls:
         if len(call.taken) > 1 and call.given:
-            # By parent: a decoder takes what its encoder gave, but not as its state.
+            # By parent: a decoder takes the output of its encoder, but not as its state.
             key = (id(call.parent), type(call.module), len(call.taken), call.place)
             alike.setdefault(key, []).append(call)
     for calls in alike.values():
@@ -69,13 +69,13 @@ def put_states_first(evidence: Evidence) -> None:
 
 
 def _passes_on(a: ModuleCall, b: ModuleCall, place: int, evidence: Evidence) -> bool:
-    """Whether b takes there what a computed; a mask that a only passed on does not count."""
+    """Whether b takes a result of a at this place; a mask that a only passed on does not count."""
     made = a.gave - {seen.node for seen in a.taken}
     return evidence.reaches(made, b.taken[place].node, since=a.start)
 
 
 def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> int:
-    """Index of the state among a block's outputs: the one that the next block takes, or most like its own."""
+    """Index of the state among a block's outputs: the one that the next block takes, or the one most like its input."""
     if after is not None:
         for is_it in (
             lambda seen: evidence.is_same(seen.node, after.state.node),
@@ -88,7 +88,7 @@ def leaving(call: ModuleCall, after: ModuleCall | None, evidence: Evidence) -> i
 
 
 def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] | None:
-    """The call whose output every block of a chain takes beside its state, and the blocks in it, if it has some."""
+    """The call whose output every block of a chain takes beside its state, and the blocks in it, if any."""
     kept = [{evidence.origins[seen.node] for seen in call.taken[1:] if seen.node >= 0} for call in chain]
     shared = set.intersection(*kept)
     around = set(map(id, chain[0].holders()))
@@ -100,7 +100,7 @@ def find_encoder(chain: Chain, evidence: Evidence) -> tuple[ModuleCall, Chain] |
 
 
 class _Part(NamedTuple):
-    """A call, and the blocks it stands for: those in it if it is a stage, itself otherwise."""
+    """A call, and the blocks it represents: those inside it if it is a stage, otherwise itself."""
 
     call: ModuleCall
     blocks: Chain
@@ -114,8 +114,8 @@ class _Search:
     """A search for the chain.
 
     Args:
-        evidence: What ran.
-        by_weights: Whether modules alike have the names of their weights in common too, and not only their class.
+        evidence: The evidence of the pass.
+        by_weights: Whether similar modules must share the names of their weights as well as their class.
     """
 
     def __init__(self, evidence: Evidence, by_weights: bool) -> None:
@@ -124,7 +124,7 @@ class _Search:
         self._signatures: dict[int, tuple[Any, ...]] = {}
 
     def without_stem(self, chain: Chain) -> Chain:
-        """A chain without its stem: small convolutions over pixels before the first block may be alike too."""
+        """A chain without its stem: small convolutions over pixels before the first block may be similar too."""
         least = STEM * self._size(chain)
         first = next((n for n, call in enumerate(chain) if self._size([call]) >= least), 0)
         return chain[first:]
@@ -150,7 +150,7 @@ class _Search:
         return inner if is_stage else [kid]
 
     def _joins(self, chain: Chain) -> bool:
-        """Whether members take, besides the output of the one before, something else computed from it.
+        """Whether members take, besides the output of the previous one, something else computed from it.
 
         Gates of a block do. So do first blocks of stages, but their stage computed it: they are parts of two modules.
         """
@@ -177,14 +177,14 @@ class _Search:
         for n, part in enumerate(parts):
             before = [found for earlier, found in zip(parts[:n], best, strict=True) if self._flows(earlier, part)]
             before.sort(key=lambda found: -found[0])
-            # What an encoder gave reaches the decoder's later blocks too, but only through its first one's.
+            # The encoder's output reaches the decoder's later blocks too, but only through the first one.
             direct = (found for found in before if self._flows(found[1][-1], part, parts))
             weight, series = next(direct, before[0] if before else (0, []))
             best.append((weight + self._size(part.blocks), [*series, part]))
         return max(best, key=lambda found: found[0], default=(0, []))[1]
 
     def _lonely(self, series: list[_Part], everything: list[_Part]) -> list[_Part]:
-        """Parts of a series whose similar calls are beside them but not in it: they share an input."""
+        """Parts of a series whose similar calls are beside them but not in the series: they share an input."""
         kinds, of_all = (
             Counter(self._signature(part.call) for part in some if not part.is_stage) for some in (series, everything)
         )
@@ -215,7 +215,7 @@ class _Search:
         ]
 
     def _is_passed_by(self, series: list[_Part], places: list[int]) -> bool:
-        """Whether the state goes around the parts at these places, as far as something follows them."""
+        """Whether the state goes around the parts at these places, if anything follows them."""
         inner = [n for n in places if 0 < n < len(series) - 1]
 
         def is_passed_by(n: int) -> bool:
@@ -235,10 +235,10 @@ class _Search:
         return self.evidence.reaches(sources, first.state.node, past=past, since=last.start)
 
     def _is_cut(self, parts: list[_Part], stage: ModuleCall) -> bool:
-        """Whether the state of a stage goes through one of its parts at least, and not around all of them.
+        """Whether the state of a stage goes through at least one of its parts, and not around all of them.
 
-        By its parts, not by the blocks in them: attention and feed-forward each have a residual around them, and their
-        layers may be similar modules of several weights (LoRA) that everything goes through.
+        Parts count, not the blocks in them: attention and feed-forward each have a residual around them, and their
+        layers may be similar modules of several weights (LoRA) that the whole state goes through.
         """
         start = parts[0].blocks[0].start
         entry = {seen.node for seen in stage.taken}
@@ -259,7 +259,7 @@ class _Search:
         return any(cuts)
 
     def _is_layer(self, part: _Part) -> bool:
-        """Whether a part is only linear layers and changes the number of channels, such as a query layer with LoRA."""
+        """Whether a part has only linear layers and changes the number of channels, such as a query layer with LoRA."""
         taken, given = part.blocks[0].state.shape, part.blocks[-1].given[0].shape
         leaves = [leaf for leaf in part.call.module.modules() if not list(leaf.children())]
         is_linear = all(
@@ -271,7 +271,7 @@ class _Search:
     # What a module is made of ----------------------------------------------------------------------------------------
 
     def _matrices(self, module: nn.Module) -> list[int]:
-        """Sizes of the weights with two axes or more, embeddings apart."""
+        """Sizes of the weights with two axes or more, without embeddings."""
         if id(module) not in self._sizes:
             inside = [part for part in module.modules() if not isinstance(part, nn.Embedding)]
             self._sizes[id(module)] = [
@@ -283,7 +283,7 @@ class _Search:
         return sum(sum(self._matrices(call.module)) for call in calls)
 
     def _signature(self, call: ModuleCall) -> tuple[Any, ...]:
-        """Class and weights of a module: blocks of a stack agree in them, attention and feed-forward do not."""
+        """Class and weights of a module: blocks of a stack agree in them, attention and feed-forward differ."""
         module = call.module
         if id(module) not in self._signatures:
             names = tuple(name for name, weight in module.named_parameters() if weight.dim() > 1)

@@ -1,9 +1,9 @@
 """Bundled weights in other forms, written as folders that transformers reads.
 
-*Pieces*: files that were cut to fit into packages are put together while something is read from them.
+*Pieces*: files that were cut to fit into packages are joined while they are read.
 
 *Torch folders* hold a pickled state dict and a vocabulary. Their tokenizers are Python classes inside packages that we
-do not run. They consist of one split and one table, which a `tokenizer.json` can express.
+do not run. These consist of one split and one table, which a `tokenizer.json` can express.
 
 *ONNX files* keep the names of biases, norms and tables, but each linear weight is an anonymous, transposed initialiser.
 The name of the node that multiplies with it is the path of the module that it belongs to. Whole numbers q become
@@ -40,13 +40,13 @@ _KEPT = (".json", ".txt", ".safetensors", ".model")
 
 @contextmanager
 def one_file(parts: Sequence[Path], beside: Path, inside: str = "") -> Iterator[Path]:
-    """The file itself, or its pieces put together in the folder `beside` for as long as it is read.
+    """The file itself, or its pieces joined in the folder `beside` while it is read.
 
     Args:
         parts: The file, or its pieces in order.
         beside: A folder that can be written.
-        inside: If the pieces are those of a zip archive, the one of its files that is wanted. Pieces at the beginning
-            may be missing: an archive lists its files at its end, and says there where each begins.
+        inside: If the pieces are those of a zip archive, the wanted file in it. Pieces at the beginning
+            may be missing: an archive lists its files, with the start of each, at its end.
     """
     if len(parts) == 1 and not inside:
         yield parts[0]
@@ -81,7 +81,7 @@ def unpack_folder(source: Installed, target: Path) -> None:
 
 
 def convert_torch_folder(source: Installed, target: Path) -> None:
-    """Write a bundled torch folder as one that transformers reads."""
+    """Write a bundled torch folder as a folder that transformers reads."""
     import transformers
 
     folder, name, recipe = source.paths[0], source.bundled.name, source.bundled.recipe
@@ -129,7 +129,7 @@ def convert_onnx(source: Installed, target: Path) -> None:
 
     Raises:
         MissingExtraError: `onnx` is not installed.
-        LoadError: The files hold other weights than expected.
+        LoadError: The files do not hold the expected weights.
     """
     import transformers
     from safetensors.torch import save_file
@@ -184,7 +184,7 @@ def read_weights(recipe: Recipe, files: list[Path]) -> Weights:
         raise missing_extra("Converting an ONNX file", "onnx", "demo") from None
     weights: Weights = {}
     for file in files:
-        graph = onnx.load(file, load_external_data=False).graph  # nothing outside the file belongs to it
+        graph = onnx.load(file, load_external_data=False).graph  # the file refers to no other file
         for name, weight in _named_weights(graph).items():
             for begins, ours in recipe.names.items():
                 if name.startswith(begins):
@@ -216,7 +216,7 @@ def _named_weights(graph: Any) -> Weights:
 
 
 def _complete_dinov2(weights: Weights, graph: Any) -> None:
-    """Add what was exported in another form."""
+    """Add the weights that were exported in a different form."""
     import torch
 
     width = weights["embeddings.cls_token"].shape[-1]
@@ -227,7 +227,7 @@ def _complete_dinov2(weights: Weights, graph: Any) -> None:
         is_position = node.name.startswith("/backbone/embeddings/") and node.name.count("/") == 3
         if anonymous and is_position and list(stored[anonymous[0]].dims[-1:]) == [width]:
             positions[node.op_type] = _tensor(stored[anonymous[0]])
-    # The class token's position is concatenated to the patches', which are reshaped to be interpolated.
+    # The position of the class token is concatenated to those of the patches, which are reshaped for interpolation.
     weights["embeddings.position_embeddings"] = torch.cat([positions["Concat"], positions["Reshape"]], dim=1)
     # Used for masked pre-training only, and so not exported.
     weights["embeddings.mask_token"] = torch.zeros(1, width)

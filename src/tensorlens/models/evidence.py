@@ -1,7 +1,7 @@
-"""`watch`: one plain pass of a model, and what was seen of it.
+"""`watch`: one plain pass of a model, and the evidence it gives.
 
 Module calls are seen by hooks, the flow of values between them by a dispatch mode: every tensor that an operation makes
-is a node, whose parents are the nodes it was made from. Only numbers of the pass are kept.
+is a node, whose parents are the nodes it was made from. Only node numbers are kept, no tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tensorlens.models.stacks import CONTAINERS
 from tensorlens.trees import map_tensors, tensors_in
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
-"""Operations whose output holds values of their first input, elsewhere. Views share the storage and need no name."""
+"""Operations whose output holds values of their first input in new memory. Views share storage and need no entry."""
 
 ENDS = frozenset({"_softmax", "_log_softmax", "sigmoid", "log_sigmoid_forward", "argmax"})
-"""Operations that may turn logits into probabilities, or a choice, at the end of a model."""
+"""Operations that may turn logits into probabilities or a choice at the end of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor as it was seen.
+    """The trace of a tensor.
 
     Attributes:
         shape: Its sizes.
@@ -49,17 +49,17 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        number: The place among all calls, by their beginning; that of the whole model is 0.
+        number: The index among all calls, ordered by their start; that of the whole model is 0.
         path: The module's path in the model.
         module: The module.
         parent: The call that it was part of, None for the whole model.
         start: Number of nodes before it began.
         stop: Number of nodes when it ended.
         taken: The floating-point tensors of two axes or more among its arguments, in order.
-        given: The same for what it returned.
+        given: The same among its results.
         children: The calls that were part of it.
-        place: Which of the tensors that it took is first in `taken`: its state, behind what others take too.
-        sizes: The norms of those that it took.
+        place: The index, among its tensors, of the one that is first in `taken`: its state.
+        sizes: The norms of the tensors that it took.
     """
 
     number: int
@@ -81,7 +81,7 @@ class ModuleCall:
 
     @property
     def gave(self) -> set[int]:
-        """The nodes of what it returned."""
+        """The nodes of its results."""
         return {seen.node for seen in self.given}
 
     def walk(self) -> Iterator[ModuleCall]:
@@ -100,14 +100,14 @@ class ModuleCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was seen of one plain pass.
+    """The evidence of one plain pass.
 
     Attributes:
-        calls: Every module call, by its beginning.
+        calls: Every module call, ordered by start.
         parents: For each node the nodes that it was made from.
-        origins: For each node the one that first held its values: views and copies have that of their source.
+        origins: For each node the node that first held its values; views and copies have that of their source.
         ends: For nodes that a softmax or its like made, the node it took.
-        output: What the model returned: its logits or its state.
+        output: The model's result: its logits or its state.
         n_inputs: Number of nodes, the first ones, that are tensors the model was called with.
     """
 
@@ -124,12 +124,12 @@ class Evidence:
         return self.calls[0]
 
     def before(self, targets: Iterable[int], past: Container[int] = (), since: int = 0) -> set[int]:
-        """The nodes from which values reach `targets` on a way that goes through none of `past`: a cut of the graph.
+        """The nodes from which values reach `targets` along a path that avoids `past`: a cut of the graph.
 
         Args:
-            targets: Where ways end; part of what is returned.
-            past: Nodes that they may not go through, nor begin or end at.
-            since: Nodes before this one are not followed further back, but may be where a way begins.
+            targets: Where paths end; part of the result.
+            past: Nodes that paths may not go through, begin at or end at.
+            since: Nodes before this one are not followed further back, but a path may begin at one.
         """
         todo, met = list(targets), set[int]()
         while todo:
@@ -141,7 +141,7 @@ class Evidence:
         return met
 
     def after(self, sources: Iterable[int]) -> set[int]:
-        """`sources` and the nodes that their values reach: parents come before what is made of them."""
+        """`sources` and the nodes that their values reach, parents before children."""
         met = set(sources)
         for node, parents in enumerate(self.parents):
             if not met.isdisjoint(parents):
@@ -153,7 +153,7 @@ class Evidence:
         return not self.before((target,), past, since).isdisjoint(sources)
 
     def is_read(self, seen: Seen, call: ModuleCall) -> bool:
-        """Whether a call takes something made of a tensor that was there before."""
+        """Whether a call takes something made from an earlier tensor."""
         return any(self.reaches({seen.node}, taken.node, since=seen.node) for taken in call.taken)
 
     def list_of(self, call: ModuleCall) -> str | None:
@@ -162,7 +162,7 @@ class Evidence:
         return path if name and isinstance(self.root.module.get_submodule(path), CONTAINERS) else None
 
     def roots(self, node: int) -> set[int]:
-        """The nodes that were made from no other, from which `node` came: the inputs of the pass."""
+        """The inputs of the pass from which `node` was made: nodes without parents."""
         return {source for source in self.before((node,)) if not self.parents[source]}
 
     def is_same(self, a: int, b: int) -> bool:
@@ -216,10 +216,10 @@ class _Flow(TorchDispatchMode):
         self.origins: list[int] = []
         self.ends: dict[int, int] = {}
         self._nodes: dict[int, int] = {}
-        self._storages: list[StorageWeakRef] = []  # held, so that no address is used twice
+        self._storages: list[StorageWeakRef] = []  # kept alive, so that no address is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note what it made."""
+        """Run an operation and note its results."""
         result = func(*args, **(kwargs or {}))
         sources = [node for node in map(self._find, tensors_in((args, kwargs))) if node is not None]
         if sources:
@@ -238,7 +238,7 @@ class _Flow(TorchDispatchMode):
             self.ends[node] = sources[0]
 
     def see(self, tensor: Tensor, sources: tuple[int, ...] = ()) -> Seen:
-        """A tensor that a module took or gave; a new one was made from `sources`, by code that was not seen."""
+        """The trace of a module's argument or result; an unknown tensor was made from `sources` by unseen code."""
         node = self._find(tensor)
         node = self._new(tensor, sources) if node is None else node
         return Seen(tuple(tensor.shape), tensor.dtype, -1 if node is None else node)
@@ -274,10 +274,10 @@ class _Calls:
         self._open: list[ModuleCall] = []
 
     def at(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module and note what it took and gave; an observer, see `observing`."""
+        """Call a module and note its arguments and results; an observer, see `observing`."""
         path = self._paths.get(id(module))
         is_within = id(module) in self._by_methods and any(one.module is module for one in self._open)
-        if path is None or is_within:  # a method that another method calls is a part of its call
+        if path is None or is_within:  # a method that another method calls is part of that call
             return call(module, *args, **kwargs)
         parent = self._open[-1] if self._open else None
         made = ModuleCall(len(self.made), path, module, parent, len(self._flow.parents))

@@ -20,7 +20,7 @@ MOST_LABELS = 1_000_000
 MOST_PARAMETERS_A_BYTE = 8
 """One bit per weight, the smallest size in use."""
 FEW_PARAMETERS = 1 << 24
-"""A checkpoint may lack some, such as a head; up to this many are always accepted."""
+"""A checkpoint may lack some weights, such as a head; up to this many are always accepted."""
 MOST_UNPACKED = 4
 """How much larger than its file a zipped checkpoint may be; weights hardly compress."""
 
@@ -31,19 +31,19 @@ _SAID = 400
 
 @contextmanager
 def foreign_reader(say: Callable[[str], str]) -> Iterator[None]:
-    """Whatever a foreign reader raises on a damaged file, as a `LoadError`; also what parsers in Rust panic with.
+    """A context in which whatever a reader raises on a damaged file, including panics of Rust, becomes a `LoadError`.
 
     Args:
-        say: The message, given what the reader said.
+        say: Makes the message from the reader's error.
     """
     try:
         yield
     except (TensorLensError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        if is_no_room(error):  # not the file's fault; the cache says so
+        if is_no_room(error):  # not the file's fault; `cache` explains it
             raise
-        # A refused pickle advises to read it with the code it holds: the last thing to do with an untrusted file.
+        # The error of a refused pickle advises running the code in it: the last thing to do with an untrusted file.
         unsafe = isinstance(error, pickle.UnpicklingError)
         said = "damaged, or with code besides weights" if unsafe else " ".join(str(error).split())
         said = said or type(error).__name__
@@ -54,12 +54,12 @@ def foreign_reader(say: Callable[[str], str]) -> Iterator[None]:
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Whether a disk is full or may not be written; safetensors says it in words only."""
+    """Whether a disk is full or read-only; safetensors says so only in its message."""
     return (isinstance(error, OSError) and error.errno in NO_ROOM) or "No space left" in str(error)
 
 
 def check_config_file(name: str | Path, file: Path) -> dict[str, Any]:
-    """What a configuration holds; one that would take forever to build is refused, before anything is built.
+    """The content of a configuration; one that would take forever to build is refused before anything is built.
 
     Raises:
         LoadError: It is too large, no JSON object, or counts more blocks or labels than any model has.
@@ -87,7 +87,7 @@ def _check_counts(name: str | Path, where: str, content: dict[str, Any]) -> None
 def check_proportion(name: str | Path, config: Any, model_class: Any, files: list[Path]) -> None:
     """Refuse a configuration that describes a model far larger than the weights beside it.
 
-    What a checkpoint lacks is filled in before it can be found missing, which for a wrong size may take all memory.
+    Missing weights are filled in before they can be found missing; for a wrong size this may take all memory.
 
     Raises:
         LoadError: The model cannot be built, or is far too large.

@@ -22,13 +22,13 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Forward:
-    """What a model's forward takes.
+    """The arguments of a model's forward.
 
     Attributes:
-        signature: All of it.
+        signature: The whole signature.
         names: The arguments that can be passed by name, in order.
-        needed: Those without a default.
-        is_open: Whether it takes any other name too.
+        needed: The names of arguments without a default.
+        is_open: Whether it accepts any other name too.
     """
 
     def __init__(self, signature: inspect.Signature) -> None:
@@ -43,7 +43,7 @@ class Forward:
 
 
 def forward_of(model: nn.Module) -> Forward:
-    """What a model's forward takes, looked up once per function of a class.
+    """The arguments of a model's forward, looked up once per function of a class.
 
     A wrapper on the instance may show the function of the class, with its `self`.
     """
@@ -63,7 +63,7 @@ _FORWARDS: WeakKeyDictionary[Any, Forward] = WeakKeyDictionary()
 
 
 def ask(model: nn.Module, method: str) -> Any:
-    """What a method of the model says about its parts; None if it has no such method."""
+    """The result of a method by which a model names its parts; None if it has no such method."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -95,14 +95,14 @@ def first_parameter(model: nn.Module) -> str:
 
 
 def takes_mapping(model: nn.Module) -> bool:
-    """Whether the first argument of a model's forward is said to be a dictionary."""
+    """Whether the first argument of a model's forward is annotated as a dictionary."""
     parameters = list(forward_of(model).signature.parameters.values())
     annotation = str(parameters[0].annotation).lower() if parameters else ""
     return "dict[" in annotation or "mapping" in annotation or annotation in ("dict", "<class 'dict'>")
 
 
 def ids_parameter(model: nn.Module) -> str:
-    """Name of the argument that takes token ids: `input_ids`, or the first one, whatever it is called."""
+    """Name of the argument for token ids: `input_ids`, or the first one, whatever its name."""
     forward = forward_of(model)
     if "input_ids" in forward.names or forward.is_open and not takes_mapping(model) and hasattr(model, "config"):
         return "input_ids"
@@ -129,7 +129,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def constant_arguments(model: nn.Module) -> dict[str, Any]:
-    """No cache, which would cut the influence of earlier tokens; outputs by name."""
+    """Constant arguments: no cache, which would cut the influence of earlier tokens; outputs by name."""
     forward = forward_of(model)
     arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in forward.names else {}
     if "return_dict" in forward.names or forward.is_open and hasattr(model, "base_model_prefix"):
@@ -197,12 +197,12 @@ def begins_with_pixels(model: nn.Module) -> bool:
 
 
 def pixel_channels(model: nn.Module) -> list[int]:
-    """How many channels each convolution of a model reads, the first of them usually the colours of pixels."""
+    """Numbers of channels that the convolutions of a model read; the first is usually the number of colours."""
     return [module.in_channels for module in model.modules() if isinstance(module, nn.Conv2d)]
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs; weights that are off-loaded are on no device."""
+    """The device of a model's inputs; off-loaded weights are on none."""
     for module in (ask(model, "get_input_embeddings"), model):
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):

@@ -4,7 +4,7 @@ The copy is float32: the blocks of a quantised file are products of a half-preci
 neither float16 nor bfloat16 holds without rounding again.
 
 Text encoders (`ENCODERS`), which transformers does not read, are converted here: a name map says which tensor of the
-file is which weight of a model, and the pooling, a number in the header, becomes a ``modules.json`` as
+file is which weight of a model; the pooling, a number in the header, becomes a ``modules.json`` as
 sentence-transformers writes it.
 """
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 
 Ask = Callable[[str, Any], Any]
-"""The value of a key of the header, or what it is otherwise."""
+"""The value of a key of the header, or a default."""
 
 
 def convert_gguf(name: str, parts: Sequence[Path], *, version: str | None = None, inside: str = "") -> Path:
     """The folder a `.gguf` file converts to, made on first use.
 
     Args:
-        name: For messages and the name of the copy.
+        name: The name in messages and of the copy.
         parts: The file, or the pieces it was cut into, in order.
         version: See `cache_key`.
         inside: See `one_file`.
@@ -114,7 +114,7 @@ def _dequantise(name: str, file: Path, target: Path) -> None:
         file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
     )
     check_complete(file.name, model, info["missing_keys"])
-    # What is saved is no longer quantised, and must not be taken for it when read.
+    # The saved weights are no longer quantised, and must not be read as quantised.
     model.config.quantization_config = None
     del model.config.quantization_config
     model.hf_quantizer = None
@@ -122,7 +122,7 @@ def _dequantise(name: str, file: Path, target: Path) -> None:
 
 
 def check_header(name: str, file: Path) -> None:
-    """Refuse counts of a model that would take forever to build.
+    """Refuse a header whose model would take forever to build.
 
     Raises:
         LoadError: The header counts more blocks than any model has.
@@ -145,7 +145,7 @@ def header_of(file: Path) -> Ask:
 # The header -----------------------------------------------------------------------------------------------------------
 
 _PATCHING = threading.RLock()
-"""Two conversions at once would each restore what the other has set."""
+"""One conversion at a time: two would each restore what the other has set."""
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def read_once() -> Iterator[None]:
 
 
 def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of `file`, framing its input as the file says."""
+    """The tokenizer of `file`, with the first and last token that the file asks for."""
     from tokenizers.models import Unigram
     from transformers import AutoTokenizer
 
@@ -209,7 +209,7 @@ def _framed(tokenizer: Any, ask: Ask) -> PreTrainedTokenizerBase:
             pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
             special_tokens=[(token, backend.token_to_id(token)) for token in (*bos, *eos)],
         )
-    # The plain class: a class of the family would build its own frame again on loading.
+    # The plain class: on loading, a class of the family would add its own first and last token again.
     framed = PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
     framed.chat_template = tokenizer.chat_template
     return framed
@@ -231,7 +231,7 @@ NOMIC_BERT = {
 """Tensors of a ``nomic-bert`` file and modules of a `NomicBertModel`; ``attn_qkv`` is cut in three."""
 
 ENCODERS = ("nomic-bert",)
-"""Architectures that are read here."""
+"""Architectures of text encoders that are converted here."""
 
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 
@@ -297,7 +297,7 @@ def nomic_bert_config(ask: Ask, read: Weights) -> Any:
 
 
 def wordpiece_tokenizer(ask: Ask) -> PreTrainedTokenizerBase:
-    """The tokenizer of a header that marks beginnings of words, where BERT's vocabulary marks what continues one."""
+    """The tokenizer of a header that marks starts of words; BERT's vocabulary marks continuations instead."""
     from transformers import BertTokenizer
 
     words = [_wordpiece(token) for token in ask("tokenizer.ggml.tokens", [])]

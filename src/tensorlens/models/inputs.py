@@ -1,4 +1,4 @@
-"""Turns whatever a user passes to a lens into the model's arguments.
+"""From whatever a user passes to a lens to the model's arguments.
 
 Text, token ids, images, embeddings and the output of a tokenizer or processor all become a `ModelInput`: the keyword
 arguments of one forward pass on one sample, and what is known about its tokens.
@@ -49,11 +49,11 @@ class ModelInput:
 
     Attributes:
         arguments: Keyword arguments of the model's forward, by its own names, with a batch axis of 1.
-        kind: What it was: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
+        kind: Its kind: ``text``, ``ids``, ``embeddings``, ``image``, ``values`` or ``processed``.
         text: The text, if there was one.
-        offsets: Where each token stands in the text; None if the tokenizer does not tell.
+        offsets: The place of each token in the text; None if the tokenizer does not report it.
         picture: The picture, if there was one.
-        ids: The token ids as plain numbers, where they are known: asking a GPU for them waits for all its work.
+        ids: The token ids as plain numbers, if known: reading them from a GPU waits for all its work.
     """
 
     arguments: dict[str, Any]
@@ -99,7 +99,7 @@ class ModelInput:
         grid, patch, part = self.grid(model), _patch_size(model), self.picture and self.picture.part
         if grid is None or patch is None or part is None:
             return None
-        height, width = self.arguments["pixel_values"].shape[-2:]  # those beyond the last whole patch are not read
+        height, width = self.arguments["pixel_values"].shape[-2:]  # pixels beyond the last whole patch are not read
         left, top, right, bottom = part
         across, down = grid[1] * patch[1] / width, grid[0] * patch[0] / height
         return left, top, left + (right - left) * across, top + (bottom - top) * down
@@ -151,7 +151,7 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
 
 
 def _decoder_start(arguments: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """The first token of a decoder whose input was left open."""
+    """The first token of a decoder, for which no input was given."""
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in forward_parameters(model):
         return {}
@@ -238,7 +238,7 @@ def _from_array(array: Tensor, model: nn.Module) -> ModelInput:
 
 
 def _from_values(values: Tensor, model: nn.Module) -> ModelInput:
-    """Numbers for the first argument of a plain module, as they are: only its own code knows what its axes are."""
+    """Numbers for the first argument of a plain module, unchanged: only its own code knows its axes."""
     name = first_parameter(model)
     if begins_with_pixels(model):
         check_pixels(values, pixel_channels(model))
@@ -304,7 +304,7 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
 
 
 def as_tensors(processed: Mapping[str, Any]) -> dict[str, Any]:
-    """What a processor gave, its numbers as tensors."""
+    """The output of a processor, its numbers as tensors."""
     return {
         name: as_tensor(value, name) if isinstance(value, (Tensor, np.ndarray, list)) else value
         for name, value in processed.items()
@@ -320,9 +320,9 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One sample without the padding before and after it, as if it were alone.
+    """One sample without the padding before and after it.
 
-    A mask with a hole is not padding: tokens behind it keep their places, and the mask stays. So does one beside given
+    A mask with a hole is not padding: tokens after it keep their positions, and the mask stays. So does one beside given
     positions, since transformers reads positions alone as several texts in a row.
     """
     arguments = dict(arguments)
@@ -357,7 +357,7 @@ def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_bytes_of_picture(value: np.ndarray) -> bool:
-    """Whether this is what ``numpy.asarray(image)`` gives: (height, width), or with three or four colours last."""
+    """Whether this is an array as ``numpy.asarray(image)`` makes it: (height, width), or three or four colours last."""
     return value.dtype == np.uint8 and (value.ndim == 2 or value.ndim == 3 and value.shape[-1] in (3, 4))
 
 
@@ -398,7 +398,7 @@ def _check_length(n_tokens: int, model: nn.Module) -> None:
 
 
 def _check_numbers(values: Tensor, name: str) -> None:
-    # A mask that is added to attention scores is minus infinity where nothing may be read.
+    # A mask that is added to attention scores may be minus infinity.
     is_mask = "mask" in name or "bias" in name
     if not bool((~values.isnan() & (values != torch.inf) if is_mask else torch.isfinite(values)).all()):
         raise InputError(f"The {name} must be finite numbers; found NaN or infinity.")

@@ -1,4 +1,4 @@
-"""Where the hidden state is among the arguments and results of modules, and how its axes become tokens and channels."""
+"""The hidden state among the arguments and results of modules, and how its axes become tokens and channels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tensorlens.trees import map_tensors, tensors_in
 
 
 class AxisLayout(NamedTuple):
-    """Which axes of a model's own state count samples, and which are channels; all others count tokens.
+    """The axes of a model's own state that count samples and channels; all others count tokens.
 
-    A state is (batch, token, channel) in most models; images are (batch, channel, row, column), some models put the
-    batch second, and some carry several streams for each token, which are channels here.
+    A state is (batch, token, channel) in most models; images have (batch, channel, row, column), some models put the
+    batch second, and some carry several streams per token, which count as channels here.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class AxisLayout(NamedTuple):
         return state.permute(self._order).reshape(n_batch, -1, n_channels)
 
     def to_native(self, x: Tensor) -> Tensor:
-        """(batch, token, channel) as the model's own code takes it."""
+        """(batch, token, channel) in the layout of the model's own code."""
         if self._is_plain:
             return x
         if self.batch is None and x.shape[0] != 1:
@@ -60,7 +60,7 @@ class AxisLayout(NamedTuple):
 def axis_layout(
     shape: tuple[int, ...], channel: int | None, n_tokens: int | None = None, n_samples: int = 1
 ) -> AxisLayout:
-    """How a state is laid out.
+    """The layout of a state.
 
     Args:
         shape: Shape of the state that enters a block, or leaves the body.
@@ -76,7 +76,7 @@ def axis_layout(
         # One vector for the whole input, or a sequence without a batch axis.
         return AxisLayout(shape, 0 if shape[0] == n_samples else None, (1,))
     batch = next((axis for axis in (0, 1) if shape[axis] == n_samples and axis != channel), None)
-    # An axis that counts neither samples nor tokens nor channels counts streams, which many put in place of samples.
+    # An axis that counts neither samples nor tokens nor channels counts streams; often it is in place of samples.
     has_more = len(shape) > 3 or channel is None or batch is None
     token = _text_axis(shape, batch, channel, n_tokens) if has_more else None
     if token is not None:
@@ -87,13 +87,13 @@ def axis_layout(
 def state_layout(
     state: Tensor, n: int, channels: Sequence[int | None], inputs: Mapping[str, Any], n_samples: int = 1
 ) -> AxisLayout:
-    """How the state that enters block n is laid out, or with n = -1 the last one.
+    """The layout of the state that enters block n; of the last state for n = -1.
 
     Args:
         state: The state.
         n: Which one.
         channels: `Anatomy.channels`.
-        inputs: What the model was called with.
+        inputs: The arguments of the model.
         n_samples: How many samples there are.
     """
     channel = channels[n] if channels and n < len(channels) else None
@@ -110,7 +110,7 @@ def n_text_tokens(inputs: Mapping[str, Any]) -> int | None:
 
 
 def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n_tokens: int | None) -> int | None:
-    """The one axis that counts the tokens of a text, right behind the samples if several might."""
+    """The axis that counts the tokens of a text; of several possible ones, that after the samples."""
     fitting = [axis for axis in range(len(shape)) if axis not in (batch, channel) and shape[axis] == n_tokens]
     behind = [axis for axis in fitting if batch is not None and axis == batch + 1]
     return (behind or fitting or [None])[0]
@@ -119,11 +119,11 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
 # In what modules take and give ---------------------------------------------------------------------------------------
 
 NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
-"""What the state or the logits are called in outputs with names."""
+"""Names of the state or the logits in outputs with names."""
 
 
 def main_tensor(output: Any) -> Tensor | None:
-    """The state or the logits among what a module returned: a loss and a missing loss are skipped."""
+    """The state or the logits among the results of a module; a loss, or None in its place, is skipped."""
     if isinstance(output, Tensor):
         return output if is_state(output) else None
     for name in NAMES:
@@ -156,12 +156,12 @@ def find_state(args: tuple[Any, ...], kwargs: dict[str, Any], module: str = "", 
 def put_state(
     args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor, place: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with another hidden state."""
+    """The arguments with a different hidden state."""
     return replace_state((args, kwargs), find_state(args, kwargs, place=place), state)
 
 
 def state_of(output: Any, place: int = 0) -> Tensor:
-    """The state in what a module or a model returned.
+    """The state in the result of a module or a model.
 
     Args:
         output: A tensor, or tensors in tuples, lists and dictionaries. Logits or a last hidden state that are named as
@@ -184,12 +184,12 @@ def _described(output: Any) -> str:
 
 
 def replace_state(output: Any, old: Tensor, new: Tensor) -> Any:
-    """What a module takes or gives, with another hidden state in it."""
+    """Arguments or results of a module with a different hidden state."""
     return map_tensors(lambda tensor: new if tensor is old else tensor, output)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an argument is made of tensors and plain values: no object that a call may change, such as a cache."""
+    """Whether an argument consists of tensors and plain values, without an object that a call may change (a cache)."""
     plain = (Tensor, int, float, str, slice, torch.dtype, torch.device, type, NoneType)
     if type(value) is tuple or type(value) is list:
         return all(map(is_plain, value))

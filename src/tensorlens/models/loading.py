@@ -1,6 +1,6 @@
 """A checkpoint made ready for a lens: on its device, in evaluation mode, without gradients of its weights.
 
-What a name means is in `resolving`; here is which class reads it, with which options, and how it fails.
+`resolving` finds the folder of a name; this file chooses the class that reads it, its options and its errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WITH_HEADS = (
     "AutoModelForSequenceClassification",
     "AutoModelForImageClassification",
 )
-"""By which of them a checkpoint with code of its own may name the class of its model."""
+"""Keys by which a checkpoint with code of its own may name the class of its model."""
 
 PLAIN_ATTENTION = (None, "eager", "sdpa")
 """Attention that the configuration of a checkpoint may choose without the user."""
@@ -53,7 +53,7 @@ _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model ready for a lens, with what turns text or images into its inputs.
+    """A model ready for a lens, with the processor for its inputs.
 
     Attributes:
         model: In evaluation mode, its parameters without gradients.
@@ -162,9 +162,9 @@ def _attention(attention: str) -> str:
 
 
 def _pin_attention(config: PretrainedConfig) -> None:
-    """Let transformers choose the attention unless the configuration names a plain one.
+    """The attention to load with: transformers' choice, or a plain one that the configuration names.
 
-    Any other name may be a repository of kernels, which are code from elsewhere, so the user must ask for them.
+    Any other name may be a repository of kernels, which is code from elsewhere, so the user must ask for it.
     """
     for part in [getattr(config, name, None) for name in config.sub_configs]:
         if part is not None:
@@ -174,7 +174,7 @@ def _pin_attention(config: PretrainedConfig) -> None:
 
 
 def read_config(name: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model alone: a folder may hold nothing else."""
+    """The config of a model, without its weights: a folder may contain nothing else."""
     with _quiet():
         has_config = (Path(name) / "config.json").is_file()
         folder = Path(name) if has_config else local_folder(name, revision, weights=False)
@@ -199,7 +199,7 @@ def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> Pre
 
 
 def _load_model(name: str | Path, folder: Path, config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-    """The model with its head; without it where there are no weights for one."""
+    """The model with its head, or without one if there are no weights for it."""
     import transformers
 
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
@@ -208,7 +208,7 @@ def _load_model(name: str | Path, folder: Path, config: PretrainedConfig, option
     for file in files:
         if file.suffix == ".bin":
             check_zip(name, file)
-    if not (options["trust_remote_code"] or getattr(config, "auto_map", None)):  # another's code is not run twice
+    if not (options["trust_remote_code"] or getattr(config, "auto_map", None)):  # foreign code does not run twice
         check_proportion(name, config, model_class, files)
     model, missing = _read(name, folder, model_class, config, options)
     prefix = f"{model.base_model_prefix}."
@@ -239,7 +239,7 @@ def model_class_of(config: PretrainedConfig) -> Any:
 def _read(
     name: str | Path, folder: Path, model_class: Any, config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[Any, list[str]]:
-    """The model and the weights that were not in the checkpoint."""
+    """The model, and the names of weights that were not in the checkpoint."""
     with foreign_reader(lambda said: f"{name}: {model_class.__name__} could not read the checkpoint: {said}"):
         try:
             made = _built(model_class, folder, config, options)
@@ -255,7 +255,7 @@ def _read(
 def _built(
     model_class: Any, folder: Path, config: PretrainedConfig, options: dict[str, Any]
 ) -> tuple[Any, list[str]] | None:
-    """A model whose code comes with its weights, built in real memory; None where transformers has to load it.
+    """A model whose code comes with its weights, built in real memory; None if transformers has to load it.
 
     transformers builds a model without memory first, and gives it memory and weights later. Code written for an older
     version may not survive that: it lacks the call of `post_init` that the loader relies on, or makes a table (of
@@ -276,9 +276,9 @@ def _built(
 
 
 def _build(kind: type[nn.Module], config: Any, folder: Path, dtype: torch.dtype) -> tuple[nn.Module, list[str]] | None:
-    """The model with its weights, and those that no file holds; None where the files name weights that it has not.
+    """The model with its weights, and the weights in no file; None if the files name weights that the model lacks.
 
-    Those are checkpoints whose weights transformers renames while loading. Weights are cast to `dtype`;
+    In that case transformers renames the weights while loading. Weights are cast to `dtype`;
     tables that no file holds stay as the code made them: complex angles are not real numbers.
     """
     model = kind(config)
@@ -289,7 +289,7 @@ def _build(kind: type[nn.Module], config: Any, folder: Path, dtype: torch.dtype)
             return None
         found |= set(weights)
         model.load_state_dict(weights, strict=False)
-    if hasattr(model, "all_tied_weights_keys"):  # which `post_init` made
+    if hasattr(model, "all_tied_weights_keys"):  # made by `post_init`
         model.tie_weights()  # type: ignore[operator]
     wanted = model.state_dict()
     shared = {wanted[name].data_ptr() for name in found}
@@ -350,7 +350,7 @@ def _read_image_processor(folder: Path, *, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _converted(folder: Path) -> Iterator[None]:
-    """Errors about a converted copy say where it is: removing it fixes them."""
+    """A context in which errors about a converted copy name its folder: removing it fixes them."""
     try:
         yield
     except LoadError as error:

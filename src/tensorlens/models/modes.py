@@ -1,4 +1,4 @@
-"""The modes a model runs in: inference, its own precision, whatever the caller has set; all are restored."""
+"""The modes a model runs in, such as inference and its own precision; the caller's modes are restored afterwards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ACCELERATORS = ("cpu", "cuda", "mps", "xpu")
 """Kinds of devices that a caller may have switched to autocast."""
 
 LARGE = 10_000
-"""A list or dictionary of more entries than this holds data; passes are not remembered in it."""
+"""Containers larger than this hold data and are not treated as state of a pass."""
 
 _left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
 _callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _UNTOUCHED = frozenset([int, float, bool, str, type(None), torch.dtype, FunctionType])
-"""Types of which no pass changes a value in place."""
+"""Types of values that no pass changes in place."""
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ _UNTOUCHED = frozenset([int, float, bool, str, type(None), torch.dtype, Function
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout; afterwards each module is in the mode it was in, and its data are what they were.
+    """A context without dropout; afterwards each module has its previous mode and data.
 
     A model may write into its buffers, and the next pass must find what this one found.
     """
@@ -59,18 +59,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """What modules own before a pass. Every pass begins and ends with this walk, so it is flat."""
+    """The data of modules before a pass. Every pass begins and ends with this walk, so it is flat."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._owned: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._copies: list[tuple[Tensor, int, Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         for module in modules:
-            own, buffers = module.__dict__.copy(), module._buffers.copy()  # at once: another thread may set some
+            own, buffers = module.__dict__.copy(), module._buffers.copy()  # in one go: another thread may set some
             self._owned.append((module, own, buffers))
             values: list[Any] = [*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()]
             for value in values:
-                kind = type(value)  # not `isinstance`, which asks a config for its `__class__` by Python code
+                kind = type(value)  # not `isinstance`, which would run Python code of a config for its `__class__`
                 if kind in _UNTOUCHED:
                     continue
                 if issubclass(kind, Tensor):
@@ -109,7 +109,7 @@ class _Kept:
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """Compiled parts run as their own code, and fused Transformer layers as their modules."""
+    """A context in which compiled parts run as plain code, and fused Transformer layers as their modules."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -141,7 +141,7 @@ def garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def in_own_precision() -> Iterator[None]:
-    """Leave a caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
+    """A context without the caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         for device in ACCELERATORS:
@@ -151,7 +151,7 @@ def in_own_precision() -> Iterator[None]:
 
 
 def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A public function that is the same whatever the caller's autocast, inference mode and default device are."""
+    """Make a public function independent of the caller's autocast, inference mode and default device."""
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -173,7 +173,7 @@ def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
 
 
 def modes_left() -> tuple[str, ...]:
-    """What was switched off for the work under way and would have changed its numbers."""
+    """Modes that were switched off for the work under way and would have changed its numbers."""
     return _left.get()
 
 

@@ -32,7 +32,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.Lock()
 _reporting: dict[int, tuple[int, Call | None]] = {}
-"""Modules that report: the number of observers, and what stood there before."""
+"""Modules that report: the number of observers, and the attribute as it was before."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def _call_own(own: Call, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
-    """The modules of a model by their paths, as `named_modules` gives them, each once; asked for in every pass."""
+    """The modules of a model by path, as in `named_modules`, each once; cached, because every pass needs them."""
     found, met, waiting = dict[str, nn.Module](), set[int](), [(path, model)]
     while waiting:
         path, module = waiting.pop()
@@ -106,7 +106,7 @@ def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
 
 
 def own_methods(module: nn.Module) -> list[str]:
-    """Methods by which a module may be run: those that its own classes have."""
+    """Methods that may run a module: those of its own classes."""
     kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
     methods = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
     return [name for name, value in methods.items() if callable(value) and not name.startswith("_")]
@@ -145,6 +145,6 @@ def forward_replaced(module: nn.Module, forward: Call) -> Iterator[None]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether code of the user's runs around a module's forward."""
+    """Whether code of the user runs around a module's forward."""
     every = (module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks)
     return any((*every, module._forward_pre_hooks, module._forward_hooks))

@@ -1,7 +1,7 @@
 """Pictures: how they are opened and shown, and which part of one each of its tokens covers.
 
-A vision–language model reads a picture as tokens among those of the text. Behind each is a rectangle of the picture:
-one cell of a grid, after patches were merged, the picture was cut into tiles, or a border was cropped off.
+A vision–language model reads a picture as tokens among those of the text. Each belongs to a rectangle of the picture:
+a cell of a grid, after patches were merged, the picture was cut into tiles, or a border was cropped off.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Picture(NamedTuple):
     """A picture among tokens.
 
     Attributes:
-        image: A data URI to show it by; None if only its pixels are known.
-        tokens: Which tokens stand for it, in order.
-        boxes: The part that each of them covers; None for one that covers nothing, or if that is not known.
+        image: A data URI that shows it; None if only its pixels are known.
+        tokens: The positions of its tokens, in order.
+        boxes: The part that each token covers; None for a token that covers nothing, or if the part is not known.
     """
 
     image: str | None
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 
 def is_picture(value: Any) -> bool:
-    """Whether something is a picture of Pillow's."""
+    """Whether a value is a Pillow image."""
     return type(value).__module__.startswith("PIL.")
 
 
@@ -68,7 +68,7 @@ def open_picture(path: Path) -> Any:
 
 
 def data_uri(image: Any, part: Box = WHOLE, longest: int = 448) -> str:
-    """A small copy of a part of a picture that a page can hold; what lies beyond the picture is black."""
+    """A small copy of a part of a picture, for a page; anything beyond the picture is black."""
     from PIL import Image
 
     left, top, right, bottom = part
@@ -86,7 +86,7 @@ def data_uri(image: Any, part: Box = WHOLE, longest: int = 448) -> str:
 
 
 def check_pixels(pixels: Tensor, channels: Sequence[int]) -> None:
-    """Refuse what is not the pixels of a processor: floats of shape ([sample,] colour, height, width).
+    """Refuse anything but the pixels of a processor: floats of shape ([sample,] colour, height, width).
 
     Args:
         pixels: What was given.
@@ -116,7 +116,7 @@ def check_pixels(pixels: Tensor, channels: Sequence[int]) -> None:
 
 
 class SeenPicture:
-    """A picture, and what of it a processor hands to the model; that is found when it is first asked for."""
+    """A picture, and the part of it that a processor passes to the model, which is measured on first use."""
 
     def __init__(self, image: Any, processor: Any) -> None:
         self.image, self.processor = image, processor
@@ -128,12 +128,12 @@ class SeenPicture:
 
 
 def seen_part(size: tuple[int, int], processor: Any) -> Box | None:
-    """The part of a picture that a processor hands to the model, whatever its settings are called.
+    """The part of a picture that a processor passes to the model, whatever the names of its settings.
 
-    It is measured. A picture that gets lighter from left to right, processed, says for each pixel where it came from:
-    on a straight line $x(k) = (k + o) / R$ if the picture was scaled to $R$ pixels and cut from the pixel $o$ on. One
-    from top to bottom says the same of rows. (Both are tilted a little, so that roundings average out.) A black and a
-    white picture undo the processor's normalisation, and are the same in a border that was added; a part with a border
+    It is measured. A processed picture that gets lighter from left to right shows where each pixel came from:
+    on a line $x(k) = (k + o) / R$ if the picture was scaled to $R$ pixels and cut from pixel $o$ on. A picture
+    that gets lighter downwards does the same for rows. (Both are tilted a little to average out rounding.) A black and a
+    white picture undo the processor's normalisation, and are equal in a border that was added; a part with a border
     goes beyond the picture.
 
     Args:
@@ -142,7 +142,7 @@ def seen_part(size: tuple[int, int], processor: Any) -> Box | None:
 
     Returns:
         The part, or None if the processor does more than scale, cut and add a border: it mirrors, turns, cuts tiles or
-        adjusts the brightness, or its pixels are in no (colour, row, column) order. None too if a side is under 8
+        adjusts the brightness, or its pixels are in no (colour, row, column) order. Also None if a side is under 8
         pixels, which are too few to measure by.
     """
     width, height = size
@@ -172,18 +172,18 @@ def _processed(values: np.ndarray, processor: Any) -> np.ndarray:
 
 
 def _line(places: np.ndarray, is_seen: np.ndarray, n_given: int) -> tuple[float, float] | None:
-    """Where the first of some columns begins and the last ends, from where each pixel came from; None if that is bent.
+    """The start of the first column and the end of the last, from the origin of each pixel; None if not on a line.
 
     Args:
         places: (row, column), as parts of the side.
         is_seen: (row, column), false in a border.
-        n_given: Pixels of the side before.
+        n_given: Pixels of the side before processing.
     """
     kept = np.flatnonzero(is_seen.any(0))
     middles = kept + 0.5
     means = np.where(is_seen, places, 0.0).sum(0)[kept] / is_seen.sum(0)[kept]
     slope, start = np.polyfit(middles, means, 1)
-    edge = 2 * max(slope, 1 / n_given)  # nearer to the edge of the picture, a pixel is mixed on one side only
+    edge = 2 * max(slope, 1 / n_given)  # close to the edge of the picture, a pixel is mixed on one side only
     inside = (means > edge) & (means < 1 - edge)
     if inside.sum() > 3:
         slope, start = np.polyfit(middles[inside], means[inside], 1)
@@ -210,15 +210,15 @@ def cells(rows: int, columns: int, within: Box = WHOLE) -> list[Box]:
 
 
 class Looking(NamedTuple):
-    """What is known about the pictures in an input.
+    """The pictures in an input, as far as they are known.
 
     Attributes:
-        pictures: Those that were given, in order; none where only pixels are known.
-        positions: Tokens that stand for pictures.
+        pictures: The given pictures, in order; empty if only pixels are known.
+        positions: Positions of the tokens of pictures.
         between: The text of the tokens from one position to another.
-        arguments: What the model is called with.
-        config: That of the model.
-        image_processor: What made pixels of the pictures.
+        arguments: The model's arguments.
+        config: The model's config.
+        image_processor: The processor that made the pixels.
     """
 
     pictures: Sequence[Any]
@@ -230,7 +230,7 @@ class Looking(NamedTuple):
 
 
 def find_pictures(looking: Looking) -> tuple[Picture, ...]:
-    """Each picture with its tokens and the part that each of them covers; those of Gemma 3's crops are not known."""
+    """Each picture with its tokens and the part that each token covers; parts of Gemma 3's crops are not known."""
     n = len(looking.pictures)
     if not looking.positions:
         return ()
@@ -254,7 +254,7 @@ Placed = list[tuple[tuple[int, ...], Sequence[Box | None] | None]]
 
 
 def _by_sizes(looking: Looking) -> Placed | None:
-    """From the height and width in patches that come with the pixels, as with Qwen-VL, whose patches are merged."""
+    """Boxes from the height and width in patches that come with the pixels (Qwen-VL, whose patches are merged)."""
     sizes = looking.arguments.get("image_grid_thw")
     if sizes is None:
         return None
@@ -270,12 +270,12 @@ def _by_sizes(looking: Looking) -> Placed | None:
 
 
 def _by_runs(looking: Looking) -> Placed | None:
-    """From tokens that stand side by side: a picture, or a tile of one that is named in the text before it."""
+    """Boxes of tokens in a row: a picture, or a tile that the text before it names."""
     positions = looking.positions
     steps = groupby(enumerate(positions), lambda pair: pair[1] - pair[0])
     runs = [tuple(position for _, position in run) for _, run in steps]
     n = len(looking.pictures) or len(runs)
-    if len(runs) < n and len(positions) % n == 0:  # pictures that follow each other
+    if len(runs) < n and len(positions) % n == 0:  # consecutive pictures
         size = len(positions) // n
         runs = [tuple(positions[k * size : (k + 1) * size]) for k in range(n)]
     if len(runs) == n:
@@ -308,7 +308,7 @@ def _by_tiles(runs: Sequence[tuple[int, ...]], between: Callable[[int, int], str
 
 
 def _square(n_tokens: int, within: Box = WHOLE) -> list[Box | None]:
-    """The cells of a square grid; if there is one token more, the first covers the whole picture."""
+    """The cells of a square grid; if there is one extra token, the first covers the whole picture."""
     side = math.isqrt(n_tokens)
     if side * side not in (n_tokens, n_tokens - 1):
         return [None] * n_tokens
@@ -325,7 +325,7 @@ def _grid(n_tokens: int, k: int, looking: Looking) -> Sequence[Box | None]:
 
 
 def _on_picture(box: Box) -> Box | None:
-    """A box without what lies in the border that was put around the picture."""
+    """A box without the part in the border that was added around the picture."""
     left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], 1.0), min(box[3], 1.0)
     return (left, top, right, bottom) if left < right and top < bottom else None
 
@@ -337,7 +337,7 @@ def _with_newlines(n_tokens: int, size: Sequence[int], config: Any) -> list[Box 
     side = getattr(vision, "image_size", 0) // max(getattr(vision, "patch_size", 1), 1)
     for high, wide in getattr(config, "image_grid_pinpoints", None) or ():
         rows, columns = side * high // vision.image_size, side * wide // vision.image_size
-        if width / height > columns / rows:  # what was padded above and below is cut off again
+        if width / height > columns / rows:  # padding above and below is cut off again
             rows -= 2 * ((rows - int(round(height * columns / width, 7))) // 2)
         else:
             columns -= 2 * ((columns - int(round(width * rows / height, 7))) // 2)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorlens.errors import InputError
 
 Precision = Literal["float32", "tf32", "bfloat16"]
-"""How products are computed: ``"tf32"`` keeps float32 storage and is float32 itself where the device has no tf32."""
+"""Precisions of products: ``"tf32"`` keeps float32 storage, and is plain float32 on a device without tf32."""
 
 
 def in_float64(x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def _knows_float64(device: torch.device) -> bool:
 
 
 def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
-    """Type of the matrices: as asked for, else the model's own, in float32 or better."""
+    """Type of the matrices: the requested one, otherwise the model's own, in float32 or better."""
     if precision is None:
         return torch.float32 if dtype.itemsize < 4 else dtype
     if precision not in get_args(Precision):
@@ -42,7 +42,7 @@ def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
-    """A context in which products of float32 matrices use tf32, or strictly do not; as the user has it if None."""
+    """A context in which products of float32 matrices use tf32, or strictly not; for None, the user's setting."""
     return nullcontext() if precision is None else tf32(precision == "tf32")
 
 
@@ -58,9 +58,9 @@ class _Tf32:
 def tf32(allowed: bool) -> Iterator[None]:
     """Products of float32 matrices in tf32 where the device has it, or strictly not.
 
-    Whatever threads do at the same time, the last one to leave puts back what the first one found.
+    With several threads inside, the last one to leave restores the setting that the first one found.
     """
-    # By torch's newer setting alone: reading the older one fails where a user has used the newer.
+    # Only torch's newer setting: reading the older one fails if a user has used the newer one.
     settings = torch.backends.cuda.matmul
     with _Tf32.lock:
         before = str(settings.fp32_precision)
@@ -82,7 +82,7 @@ def tf32_allowed() -> bool:
 
 
 def matmul_precision() -> str:
-    """What torch calls the way float32 matrices are multiplied; by its newer setting where a user has used that."""
+    """Torch's setting for products of float32 matrices; the newer one if a user has used that."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

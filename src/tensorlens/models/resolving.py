@@ -1,7 +1,7 @@
 """From what a user calls a model to a folder that `from_pretrained` can read.
 
-A bundled short name and a `.gguf` file are converted; what is not here is taken for a hub id and downloaded. The hub is
-asked once and briefly, before it is asked for every file.
+A bundled short name and a `.gguf` file are converted; any other name is taken for a hub id and downloaded. The hub is
+first asked once, with a short timeout, and then for every file.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ PATIENCE_SECONDS = 5.0
 """How long to wait for the hub to answer."""
 
 _SAFE_WEIGHTS = "*model*.safetensors"
-"""Weights as transformers calls them; some repositories hold them once more, consolidated."""
+"""Files of weights by transformers' names; some repositories contain a consolidated copy as well."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def local_folder(name: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder of the checkpoint `name`: a bundled name, `.gguf` file, folder or hub id, looked up in this order.
 
-    What is on the hub is downloaded to the hub's own cache.
+    A model of the hub is downloaded to the hub's own cache.
 
     Args:
         name: What the user calls it.
         revision: A branch, tag or commit of the hub; of a folder, the checkpoint folder inside it.
-        weights: Whether weights are needed, and not the files beside them alone.
+        weights: Whether the weights are needed, or only the files beside them.
 
     Raises:
         LoadError: It is not one of these, or it is incomplete.
@@ -64,7 +64,7 @@ def local_folder(name: str | Path, revision: str | None = None, *, weights: bool
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that `check_model_name` lets pass is neither bundled nor on disk."""
+    """Whether a name that `check_model_name` accepts is neither bundled nor on disk."""
     path = Path(name).expanduser()
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
@@ -85,7 +85,7 @@ FORMER_NAMES = {
 
 
 def check_model_name(name: str | Path, revision: str | None = None) -> None:
-    """Refuse a name that cannot be a model. Nothing is read, converted, imported or asked for.
+    """Refuse a name that cannot be a model, without reading, converting, importing or downloading anything.
 
     Args:
         name: What the user calls it.
@@ -133,7 +133,7 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
     if text in FORMER_NAMES:
         raise LoadError(f"{text!r} is {FORMER_NAMES[text]!r} on the hub. Use that name.")
-    if "/" not in text:  # the hub has old names without an organisation, but a typing error should not wait for it
+    if "/" not in text:  # the hub has old names without an organisation, but a typo should not wait for the hub
         near = near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
@@ -147,7 +147,7 @@ _CONVERTERS: dict[str, Callable[[Installed, Path], None]] = {
     "onnx": convert_onnx,
     "torch folder": convert_torch_folder,
 }
-"""What writes a bundled model as a folder, by its kind."""
+"""The function that writes a bundled model as a folder, by its kind."""
 
 
 def bundled_folder(source: Installed) -> Path:
@@ -157,7 +157,7 @@ def bundled_folder(source: Installed) -> Path:
         LoadError: The installed files cannot be read.
     """
     row = source.bundled
-    version = row.distributions[0].partition("==")[2]  # which was checked, and stands for the content of the files
+    version = row.distributions[0].partition("==")[2]  # checked; it stands for the content of the files
     if row.kind == "folder":
         return source.paths[0]
     if row.kind == "gguf":
@@ -176,7 +176,7 @@ def bundled_folder(source: Installed) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a model folder, and the lists of them."""
+    """The files of weights in a model folder, and their index files."""
     return sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)})
 
 
@@ -196,7 +196,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def ask_hub(name: str, revision: str | None = None) -> list[str] | Path:
-    """The files that the hub has of the model `name`; the folder of an earlier download if it does not answer.
+    """The hub's files of the model `name`; if the hub does not answer, the folder of an earlier download.
 
     Raises:
         LoadError: It is not on the hub, or the hub does not answer and there is no copy here.
@@ -210,7 +210,7 @@ def ask_hub(name: str, revision: str | None = None) -> list[str] | Path:
         raise LoadError(f"The hub has {name!r}, but not its revision {revision!r}. Check the branch or tag.") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise not_on_hub(name, error) from error
-    except Exception as error:  # what says that nobody answers changes with the library behind the hub's
+    except Exception as error:  # the error for "no answer" depends on the HTTP library below
         copy = try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(copy, str):
             raise not_on_hub(name, error) from error
@@ -219,7 +219,7 @@ def ask_hub(name: str, revision: str | None = None) -> list[str] | Path:
 
 
 def not_on_hub(name: str, error: BaseException) -> LoadError:
-    """The error for a name that the hub does not have, or could not be asked about."""
+    """The error for a name that is not on the hub, or if the hub could not be asked."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     causes = [error]

@@ -1,7 +1,7 @@
-"""The only place where the user's model runs: states are read, replaced or stopped at, and the model is left as it was.
+"""The only place that runs the user's model: it reads, replaces or stops at states, and leaves the model as it was.
 
-`running` is the context in which the model, or one of its blocks, may be called, by whoever calls it: the search for
-its parts, a recording, generation. `run` is such a call that knows where the parts are.
+`running` is the context in which the model, or one of its blocks, may be called: by the search for
+its parts, by a recording, by generation. `run` is such a call that knows where the parts are.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ AtModule = Callable[[Any], Any]
 """Called with the first argument or the result of a module; may return a replacement."""
 
 End = Literal["output", "readout", "end", "last block"]
-"""What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
+"""Where to stop: at the model's output, the input of its unembedding (or its logits), $X^N$, or the last block."""
 
 _turn = threading.RLock()
-"""Threads that run a model for us take turns: a pass sets modes and forwards of modules, and puts them back."""
+"""Threads that run a model take turns: a pass sets modes and forwards of modules, and restores them."""
 
 
 class _Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so no model catches it."""
+    """Ends a pass early. Not an `Exception`, so that no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -61,7 +61,7 @@ def running(
 ) -> Iterator[None]:
     """A context in which the model can be called: for inference, in its own precision, without compiled code.
 
-    Afterwards its modes and data, and those of the caller, are what they were.
+    Afterwards its modes and data, and the caller's modes, are restored.
 
     Args:
         model: The user's model, or a part of it.
@@ -117,7 +117,7 @@ def run(
         within: A context for the model's own code alone.
 
     Returns:
-        What the model returned, or the state where it was stopped, in the model's own layout.
+        The model's output, or the state at which it was stopped, in the model's own layout.
     """
     n_blocks = n_blocks or (len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks))
     route = _Route(anatomy, to, n_blocks, entering, leaving, called, taken or {}, given or {}, ending)
@@ -211,7 +211,7 @@ class _Route:
 
 
 def _with_first(change: AtModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a module with a change of the first one; if all are named, of the first tensor among them."""
+    """The arguments of a module with the first one changed; if all are named, the first tensor among them."""
     if args:
         return (_or(change(args[0]), args[0]), *args[1:]), kwargs
     name = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), None)
@@ -232,7 +232,7 @@ def _or(new: Any, old: Any) -> Any:
 
 @contextmanager
 def own_errors(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """What the model raises in a plain pass, as an `InputError` that says so and shows what it was given."""
+    """An `InputError` for an error of the model itself in a plain pass, with the arguments it was called with."""
     try:
         yield
     except (TensorLensError, MemoryError):
@@ -254,10 +254,10 @@ def _described(value: Any) -> str:
 
 
 def refuse_traced(model: nn.Module) -> None:
-    """A model that torch has traced runs as one graph: none of its modules is called any more."""
+    """Refuse a model that torch has traced: it runs as one graph, in which no module is called."""
     called = [n.target for n in model.graph.nodes if n.op == "call_module"] if isinstance(model, GraphModule) else []
     has_weights = any(list(model.get_submodule(str(path)).parameters()) for path in called)
-    is_flat = isinstance(model, GraphModule) and not has_weights  # an exported one still calls its guards
+    is_flat = isinstance(model, GraphModule) and not has_weights  # an exported model still calls its guards
     if is_flat or isinstance(model, ScriptModule):
         how = "exported or traced by `torch.fx`" if is_flat else "scripted or traced by `torch.jit`"
         raise InputError(
@@ -267,7 +267,7 @@ def refuse_traced(model: nn.Module) -> None:
 
 
 def refuse_without_values(model: nn.Module) -> None:
-    """A model on the meta device has shapes alone; weights that a hook brings when they are needed are another case."""
+    """Refuse a model on the meta device, which has no values; weights that a hook loads on demand are accepted."""
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return
     for name, value in (*model.named_parameters(), *model.named_buffers()):

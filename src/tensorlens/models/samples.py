@@ -33,7 +33,7 @@ from tensorlens.models.texts import IMAGE_SUFFIXES, Offsets, tokenised, tokenize
 def make_inputs(
     values: Sequence[Any], model: nn.Module, processor: Any = None, *, truncate: bool = False
 ) -> list[ModelInput | TensorLensError]:
-    """For each row the input that `make_input` makes of it, or the error that it would raise.
+    """For each row the input that `make_input` makes from it, or the error that it would raise.
 
     Args:
         values: The rows; each as for `make_input`, or an input already.
@@ -57,7 +57,7 @@ def make_inputs(
 
 @dataclass(frozen=True)
 class _Row:
-    """Token ids, and what they came from."""
+    """Token ids, and their origin."""
 
     ids: list[int]
     text: str | None = None
@@ -86,7 +86,7 @@ def _is_list_of_ids(value: Any) -> bool:
 
 
 def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, ModelInput]:
-    """The inputs of rows of token ids by one copy to the device; `make_input` answers for the others."""
+    """The inputs of rows of token ids, by one copy to the device; all other rows go to `make_input`."""
     limit, vocabulary = max_tokens(model), vocabulary_size(model)
     fits = {
         i: row
@@ -98,7 +98,7 @@ def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, Mode
     for (i, row), ids in zip(fits.items(), flat[None].split([len(row.ids) for row in fits.values()], 1), strict=True):
         try:
             arguments = id_arguments(ids, model)
-        except InputError:  # it takes no ids; said of each row
+        except InputError:  # the model takes no ids: every row gets this error
             return {}
         kind = "ids" if row.text is None else "text"
         found[i] = ModelInput(arguments=arguments, kind=kind, text=row.text, offsets=row.offsets, ids=tuple(row.ids))
@@ -106,7 +106,7 @@ def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, Mode
 
 
 def check_several(values: Any) -> None:
-    """Refuse one input where several are asked for: a text is an iterable too, of letters."""
+    """Refuse a single input in place of several: a text is an iterable too, of letters."""
     if isinstance(values, (str, bytes, Path, Mapping, ModelInput)):
         raise InputError(
             f"Expected several inputs in a list; got one, of type {type(values).__name__}. Put it into a list."
@@ -160,7 +160,7 @@ class Collated:
 
 
 def length_of(prepared: ModelInput) -> int:
-    """Tokens of one sample, as far as its arguments say; 0 for pictures and the like."""
+    """Number of tokens of one sample, as far as its arguments say; 0 for pictures and the like."""
     ids = token_ids(prepared.arguments)
     ids = prepared.arguments.get("inputs_embeds") if ids is None else ids
     return ids.shape[1] if isinstance(ids, Tensor) and ids.dim() > 1 else 0
@@ -180,7 +180,7 @@ def _fits(values: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 
 def _stacked(prepared: Sequence[ModelInput], pad_id: int) -> dict[str, Any]:
-    """The arguments of all samples as one, the shorter ones filled up at their end."""
+    """The arguments of all samples as one, the shorter ones padded at their end."""
     return tree_map_with_path(
         lambda path, *values: _stack(values, pad_id if path[-1] == MappingKey("input_ids") else 0),
         *(one.arguments for one in prepared),

@@ -1,4 +1,4 @@
-"""Lists of modules that may hold the blocks of a model, by its module tree alone."""
+"""Lists of modules that may hold the blocks of a model, found in its module tree."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tensorlens.models.forward_signature import ask
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
 """Lists whose order is that of their blocks: only such a list can be named, or guessed, as the list of blocks."""
 CONTAINERS = (*BLOCK_LISTS, nn.ModuleDict)
-"""Modules that only hold others. What ran shows the order in which a dictionary of modules was called."""
+"""Containers of modules. A pass shows the order in which a dictionary of modules is called."""
 
 
 def blocks_in(stack: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of a list that are called: lists within it are opened, and so are stages made of one list."""
+    """The modules of a list that are called: nested lists, and stages that consist of one list, are opened."""
     found: list[nn.Module] = []
     for child in stack.children():
         found += blocks_in(child) if isinstance(child, nn.ModuleList) else [child]
@@ -56,7 +56,7 @@ def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
 
 
 def main_list(model: nn.Module) -> str | None:
-    """The path of the list that probably holds the blocks: the largest, of the language model if it has lists."""
+    """The path of the list that probably holds the blocks: the largest one, in the language model if that has lists."""
     decoder = ask(model, "get_decoder")
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for kind in BLOCK_LISTS:

@@ -1,7 +1,7 @@
-"""Texts and their tokens: what can be read, the one call of a tokenizer, and labels for people. Needs no torch.
+"""Texts and their tokens: checks of texts, the one call of a tokenizer, and labels for people. Needs no torch.
 
 A tokenizer is one of transformers, or anything with `encode` and `decode` (tiktoken, character level, sentencepiece):
-`PlainTokenizer` gives it the few other methods that are called here.
+`PlainTokenizer` adds the few other methods that are called here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def names_image(text: str) -> bool:
 
 
 def check_unicode(text: str) -> None:
-    """Refuse halves of surrogate pairs: JSON and the command line may hold some, and no tokenizer takes them.
+    """Refuse halves of surrogate pairs: they may come from JSON or the command line, and no tokenizer accepts them.
 
     Raises:
         InputError: The text has one.
@@ -36,7 +36,7 @@ def check_unicode(text: str) -> None:
 # Tokenizers -----------------------------------------------------------------------------------------------------------
 
 Offsets = tuple[tuple[int, int] | None, ...]
-"""Where each token is in a text, [start, stop); None for a token that is not part of it."""
+"""The place of each token in a text, [start, stop); None for a token that is not part of it."""
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -50,12 +50,12 @@ def tokenizer_of(processor: Any) -> Any:
 def tokenised(
     tokenizer: Any, texts: Sequence[str], *, as_targets: bool = False, **options: Any
 ) -> list[tuple[list[int], Offsets | None]]:
-    """The ids of each text, and where each token stands in it; None if the tokenizer does not report it.
+    """The ids of each text, and the place of each token in it; None if the tokenizer does not report it.
 
     Args:
         tokenizer: It is called once.
         texts: The texts.
-        as_targets: Whether they are what the model says, which some tokenizers cut differently from what it reads.
+        as_targets: Whether they are output of the model, which some tokenizers cut differently from input.
         options: Options of the tokenizer.
     """
     if getattr(tokenizer, "is_fast", False):
@@ -67,14 +67,14 @@ def tokenised(
 
 
 class PlainTokenizer:
-    """What the library needs from a tokenizer, by `encode` and `decode` alone.
+    """The methods that the library needs from a tokenizer, built on `encode` and `decode`.
 
     Args:
-        encode: From a text to its ids; None where there are labels only.
+        encode: From a text to its ids; None if there are only labels.
         decode: From ids to their text.
     """
 
-    is_fast = True  # it says where tokens stand
+    is_fast = True  # it reports offsets
     all_special_tokens: tuple[str, ...] = ()
     all_special_ids: tuple[int, ...] = ()
     unk_token = unk_token_id = mask_token = mask_token_id = pad_token_id = eos_token_id = chat_template = None
@@ -84,11 +84,11 @@ class PlainTokenizer:
 
     @property
     def has_labels_only(self) -> bool:
-        """Whether it cannot read a text."""
+        """Whether it only has labels and cannot read a text."""
         return self._encode is None
 
     def __call__(self, text: Any = None, *, text_target: Any = None, **_: Any) -> dict[str, Any]:
-        """Ids of a text, or of each of several, and where each token stands."""
+        """Ids of a text, or of each of several, and the place of each token."""
         text = text_target if text is None else text
         if isinstance(text, (list, tuple)):
             each = [self(one) for one in text]
@@ -108,12 +108,12 @@ class PlainTokenizer:
         return [int(i) for i in (found.tolist() if hasattr(found, "tolist") else found)]
 
     def _places(self, text: str, ids: list[int]) -> list[tuple[int, int]]:
-        """Where each token stands; pieces of one character stand at the same place."""
+        """The place of each token; pieces of one character share a place."""
         pieces, places, at = [self.decode([i]) for i in ids], list[tuple[int, int]](), 0
         is_plain = "".join(pieces) == text
         for k, piece in enumerate(pieces):
             stop = at + len(piece) if is_plain else len(commonprefix([self.decode(ids[: k + 1]), text]))
-            if stop > at:  # those that waited for the rest of the character too
+            if stop > at:  # including pieces that waited for the rest of the character
                 places += [(at, stop)] * (k + 1 - len(places))
                 at = stop
         return places + [(at, at)] * (len(ids) - len(places))
@@ -173,7 +173,7 @@ def token_labels(ids: Sequence[int], tokenizer: Any) -> tuple[str, ...]:
 
 
 _known_labels: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
-"""Labels by tokenizer and id: a data set needs the same ones again and again."""
+"""Labels by tokenizer and id, cached because a data set needs the same ones again and again."""
 
 
 def _readable(piece: Any, tokenizer: Any, special: set[str]) -> str:
@@ -200,16 +200,16 @@ def _bytes(values: bytes) -> str:
 
 
 def patch_labels(n_tokens: int, rows: int, columns: int, special: Sequence[str] = ("[CLS]",)) -> tuple[str, ...]:
-    """Labels for an image: the special tokens in front, then the patches by row and column."""
+    """Labels for an image: first the special tokens, then the patches by row and column."""
     n_special = n_tokens - rows * columns
     names = [*special[:n_special], *(f"[REG{k + 1}]" for k in range(n_special - len(special[:n_special])))]
     return (*names, *(f"patch {row},{column}" for row in range(rows) for column in range(columns)))
 
 
 def with_patches(labels: Sequence[str], positions: Sequence[int]) -> tuple[str, ...]:
-    """Labels of text and image in one sequence: the tokens that stand for the image are named by row and column.
+    """Labels of text and image in one sequence: the tokens of the image are named by row and column.
 
-    Patches that make no square are numbered.
+    Patches that do not form a square are numbered.
     """
     side = math.isqrt(len(positions))
     named = list(labels)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    r"""What one block's attention did: $\sum_j A_{h,ij} v_{h,j}$ for each head.
+    r"""The attention of one block: $\sum_j A_{h,ij} v_{h,j}$ for each head.
 
     Attributes:
-        attention: $A_h$; rows sum to one except where the model has a sink.
-        values: $v_{h,j}$, biases and the norm before them included; a value head that several query heads share is
+        attention: $A_h$; rows sum to one unless the model has a sink.
+        values: $v_{h,j}$, including biases and the norm before them; a value head that several query heads share is
             repeated.
 
     With several samples both have an axis for samples in front.
@@ -66,7 +66,7 @@ def _pairs(recording: Recording, block: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class FusedAttention(NamedTuple):
-    """What a fused kernel was called with, as it was held."""
+    """The held arguments of a fused kernel."""
 
     query: Tensor
     key: Tensor
@@ -94,7 +94,7 @@ def fused_attention(recording: Recording, slot: int) -> FusedAttention:
 
 
 def _formed(recording: Recording, mixture: Mixture) -> Tensor:
-    """A of a fused kernel: what it makes of the unit matrix."""
+    """A of a fused kernel: its result for the unit matrix."""
     query, key, *options = fused_attention(recording, mixture.slot)
     units = torch.eye(key.shape[-2], dtype=query.dtype, device=query.device).expand(*key.shape[:-1], -1)
     found = OPERATIONS["attention"].run(query, key, units, *options)

@@ -39,7 +39,7 @@ class ProductBound:
         log10: log10 of the bound.
         blocks: log10 of the factor of each block, first block first.
         final_norm: log10 of the final norm's factor, 0 without one.
-        reading: What was taken from weights and what was measured.
+        reading: Which quantities came from weights and which were measured.
     """
 
     log10: float
@@ -49,7 +49,7 @@ class ProductBound:
 
     @property
     def value(self) -> float:
-        """The bound itself, infinite where a float ends."""
+        """The bound itself; infinite if it exceeds a float."""
         return 10**self.log10 if self.log10 < 308 else math.inf
 
 
@@ -57,8 +57,8 @@ class ProductBound:
 def product_bound(recording: Recording, span: Span | None = None, reading: Reading = "weights") -> ProductBound:
     r"""$\Vert L_f\Vert\prod_n \Vert T^n\Vert$ over blocks, each bounded by its parts (Eq. 34, corrected and completed).
 
-    A path of a block is bounded by the product of its pieces' bounds, and paths that add up by the sum. 1/σ of each
-    norm is what was recorded. Two readings of what else depends on the input:
+    A path of a block is bounded by the product of the bounds of its pieces, and a sum of paths by the sum. 1/σ of each
+    norm is the recorded one. Everything else that depends on the input has two readings:
 
     - ``"weights"``: $\sqrt L$ for attention, and for a gate the largest value that a normalised row can give it. Only
       the norms' σ are measured, as the paper says. Where a gate reads a row that no norm has bounded (OLMo 2), its
@@ -114,14 +114,14 @@ class _BlockBound:
 
     def value(self) -> float:
         """(‖C‖ + ‖O V‖) · ‖E‖, or of a parallel block ‖O V‖ + ‖E‖."""
-        in_form(self.found)  # what cannot be folded has more to it than these norms
+        in_form(self.found)  # a block that cannot be folded contains more than these norms
         inner = sum(self._product(path.pieces) for path in self.found.streams) + sum(self._branches())
         if self.found.is_parallel:
             return inner + self._attention()
         return (sum(self._product(path.pieces) for path in self.found.carry) + self._attention()) * inner
 
     def tail(self) -> float:
-        """What comes between the block and the next state: the final norm after the last one."""
+        """The pieces between the block and the next state: after the last block, the final norm."""
         whole, own = ([path for path in paths if not path.has_weights] for paths in (self.found.inner, self.found.own))
         own = [path for path in own if path.source == self.found.start]
         return self._product(whole[0].pieces[len(own[0].pieces) :])
@@ -135,7 +135,7 @@ class _BlockBound:
                 found *= float(matrix_norm(dense((piece, *taken), -1)))
             elif piece.kind in ("scale", "token"):
                 largest = float(at_least_float32(piece.by).abs().max())
-                # The print has the variance for σ.
+                # The paper prints the variance in place of σ.
                 found *= largest**2 if piece.kind == "token" and self.reading == "printed" else largest
         return found
 
@@ -172,15 +172,15 @@ class _BlockBound:
         if self.reading != "measured":
             gated = self._gated()
             if gated is not None:
-                # An activation that exceeds |z| would break the bound on the gate; what was measured then stands.
+                # An activation that exceeds |z| would break the bound on the gate; then the measured value is used.
                 factors = [max(f, gated[_is_gate(path)]) for path, f in zip(paths, factors, strict=True)]
             else:
-                # φ(z)/z ≤ 1 for every usual activation; for one that exceeds it there is no constant: it is measured.
+                # φ(z)/z ≤ 1 for every usual activation; for others there is no constant, so the ratio is measured.
                 factors = [1.0 if self.reading == "printed" else max(1.0, f) for f in factors]
         return [factor * self._product(path.pieces) for factor, path in zip(factors, paths, strict=True)]
 
     def _gated(self) -> tuple[float, float] | None:
-        """The largest factors on up and on gate, by weights; None without a gate, zero where no norm bounds them."""
+        """The largest factors on up and on gate, from the weights; None without a gate, zero if no norm bounds them."""
         both = self._with_both_branches()
         if both is None or sorted(map(_is_gate, both.branches)) != [False, True]:
             return None
@@ -191,7 +191,7 @@ class _BlockBound:
         return share * _longest(both, gate), share * _longest(both, up)
 
     def _with_both_branches(self) -> Wiring | None:
-        """The block with gate and up both live: what is held leaves no weights in a program."""
+        """The block with gate and up both live: the weights of a held branch are not in the program."""
         if len(self.found.branches) > 1:
             return self.found
         try:
@@ -230,6 +230,6 @@ def _longest(both: Wiring, path: Path) -> float:
 
 
 def _at_zero(program: Program, start: int, stop: int) -> Tensor:
-    """What one token of a slot holds when another slot is zero: the biases and shifts between them."""
+    """One token of a slot while another slot is zero: the biases and shifts between them."""
     part = program.part((start,), (stop,))
     return at_least_float32(part.run(*part.zeros())[0].flatten(0, -2)[0])

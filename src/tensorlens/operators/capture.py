@@ -2,7 +2,7 @@ r"""The law of *capture*: does the recording see every path of the input? It sha
 
 All rule sets agree on which operations carry the input; only the replacements differ. For the Jacobian there is
 an independent reference: finite differences of the model itself. A path that was lost, to a kernel that torch's
-dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it is a gap,
+dispatcher does not see, to numpy, to another thread, is a constant in every other law; here it shows as a gap,
 
     ‖(F(X + εv) - F(X - εv)) / 2ε - T_J v‖ / ‖T_J v‖,
 
@@ -11,7 +11,7 @@ of the size of that path. The first tokens of the input are enough.
 - `_of_model`: the input is recorded once under the Jacobian's rules, and the model runs at X⁰ + εv and at X⁰ - εv. Each
   block is given the model's own difference at its entry and must return the model's own difference at its exit.
 - `_of_block`: one block from its own state, where the first way found a gap or is not possible. In half precision
-  finite differences are noise, and a block is copied to float32. Blocks with the same steps in the same modules
+  finite differences are noise, so a block is copied to float32. Blocks with the same steps in the same modules
   share their code, so one block of each kind is copied.
 """
 
@@ -48,11 +48,11 @@ MOST_TOKENS = 32
 """Number of tokens that suffices to show which operations carry the input."""
 
 STEPS = {torch.float64: (1e-6, 1e-8, 3e-4), torch.float32: (1e-3, 1e-4, 3e-5)}
-"""Sizes of a step, relative to the state, tried in turn: some meet a bend, or digits that the model drops."""
+"""Step sizes relative to the state, tried in turn: some cross a bend, or are lost to the model's rounding."""
 
 HALF = (torch.bfloat16, torch.float16)
 READS = ("held: item", "held: cast")
-"""Rules that hold what finite differences move, by design: numbers that leave for Python, and whole numbers."""
+"""Rules that by design hold values that finite differences move: numbers read by Python, and whole numbers."""
 JUMPS = words(
     "round trunc floor ceil sign threshold hardshrink floor_divide frac fmod remainder "
     "fake_quantize_per_tensor_affine fake_quantize_per_channel_affine"
@@ -60,18 +60,18 @@ JUMPS = words(
 """Functions with jumps that finite differences may step over."""
 
 NOT_ALONE = (TensorLensError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
-"""What a block, or a model for inputs of a fixed length, may raise on a shorter input."""
+"""Errors that a block, or a model for inputs of a fixed length, may raise on a shorter input."""
 
 
 @dataclass
 class Capture:
-    """What finite differences show.
+    """The result of finite differences.
 
     Attributes:
         blocks: The gap of each block that was measured.
         whole: The gap of the whole model, if no block has one but the code around the blocks may.
         left_out: Blocks that cannot be run on their own, or round to half precision by their own code.
-        by_design: Modules that hold what finite differences move.
+        by_design: Modules that by design hold values that finite differences move.
         jumping: Modules of functions with jumps.
     """
 
@@ -92,7 +92,7 @@ class Capture:
         return max([*self.blocks.values(), *([] if self.whole is None else [self.whole])], default=None)
 
     def note(self, recorded: Any) -> None:
-        """Note what a recording, of a block or of all, holds that finite differences move."""
+        """Note the values that a recording, of a block or of all, holds although finite differences move them."""
         for rule, module in sorted(recorded.rules_applied):
             if rule.startswith(READS) and module not in self.by_design:
                 self.by_design += (module,)
@@ -132,7 +132,7 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
 def _of_jacobian(recording: Recording, origin: Origin) -> Recording | None:
     """The first tokens recorded under the Jacobian's rules, or all of them if the input cannot be cut.
 
-    None if something that other rule sets hold has no derivative.
+    None if an operation that other rule sets hold has no derivative.
     """
     rules = Rules.jacobian(include_final_norm=recording.rules.include_final_norm)
     for inputs in (beginning(origin.inputs, MOST_TOKENS), origin.inputs):
@@ -156,7 +156,7 @@ def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
 
 
 def _cut(value: Tensor, length: int, n: int) -> Tensor:
-    # Of (sample, token, channel) the last axis may be as long as the input by chance.
+    # The last axis of (sample, token, channel) may be as long as the input by chance.
     axes = (1,) if value.is_floating_point() and value.dim() == 3 else range(value.dim())
     for axis in axes:
         if value.shape[axis] == length:
@@ -167,7 +167,7 @@ def _cut(value: Tensor, length: int, n: int) -> Tensor:
 def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, float], float | None]:
     """The gap of each block and of all of them together, by the best step.
 
-    None where X⁰ cannot be given to the model: the place that makes it was not seen, or there are two of them.
+    None if X⁰ cannot be set in the model: the place that makes it was not seen, or there are two.
     """
     origin = short.origin
     if (
@@ -196,7 +196,7 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
 
 
 def _states(short: Recording, origin: Origin, x: Tensor) -> list[Tensor]:
-    """The states of the model itself, as a function of the first."""
+    """The states of the model itself, as a function of the first state."""
     assert origin.birth is not None, "asked where it was seen"
     model, states = origin.model, [x]
 
@@ -234,7 +234,7 @@ def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tens
 
 
 def _kinds(recording: Recording, origin: Origin) -> list[list[int]]:
-    """Blocks that take the same steps in the same modules, one after the other, whatever their own numbers are."""
+    """Blocks that take the same steps in the same modules, apart from the block number, in groups."""
     taken: dict[int, list[Any]] = {call.n: [type(call.module)] for call in origin.calls}
     prefixes, without_numbers = [len(call.path) for call in origin.calls], cache(partial(re.sub, r"\d+", "#"))
     for step in recording.program.steps:
@@ -249,7 +249,7 @@ def _kinds(recording: Recording, origin: Origin) -> list[list[int]]:
 
 
 def _calls(recording: Recording, origin: Origin, n_blocks: int) -> list[tuple[BlockCall, Tensor]]:
-    """How the first blocks are called on the first tokens of the input, and their states.
+    """The calls of the first blocks on the first tokens of the input, and their states.
 
     By a plain pass that ends with the last of them, if the input has more tokens.
     """
@@ -274,7 +274,7 @@ def _calls(recording: Recording, origin: Origin, n_blocks: int) -> list[tuple[Bl
 
 
 def _own_part(recording: Recording, n: int, state: Tensor) -> Tensor:
-    """The tokens of a state that a block takes: the encoder's, or the decoder's."""
+    """The tokens of a state that a block reads: the encoder's or the decoder's."""
     split = recording.split(n)
     return state[:, :split] if n < recording.n_encoder_blocks else state[:, split:]
 
@@ -304,7 +304,7 @@ def _of_block(call: BlockCall, x: Tensor, generator: torch.Generator, found: Cap
 
 
 def _in_float32(call: BlockCall) -> BlockCall:
-    """The same call of a copy."""
+    """The same call on a copy of the block."""
 
     def wide(x: Tensor) -> Tensor:
         return x.float() if x.dtype in HALF else x
@@ -317,7 +317,7 @@ def _in_float32(call: BlockCall) -> BlockCall:
 
 
 def _moved(program: Program, given: Sequence[Tensor]) -> list[Tensor]:
-    """The linear part of a program applied to differences, which is less work than to form that part."""
+    """The linear part of a program applied to differences, without forming that part as a program."""
     return [y - at_zero for y, at_zero in zip(program.run(*given), program.run(*program.zeros()), strict=True)]
 
 
@@ -332,14 +332,14 @@ def _types(program: Program) -> set[torch.dtype]:
 
 
 def _steps(recorded: Any) -> tuple[float, ...]:
-    """Sizes of steps for the digits that the model keeps, which may cast its states."""
+    """Step sizes for the precision of the model, which may cast its states."""
     return STEPS[torch.float32 if torch.float32 in _types(recorded.program) else torch.float64]
 
 
 def _direction(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A random direction, each token moved in proportion to its size: sizes may differ a thousandfold."""
+    """A random direction that moves each token in proportion to its size: sizes may differ a thousandfold."""
     v = _sizes(x, 1e-6) * normal(x.shape, x, generator)
-    return torch.where(x == 0, 0, v)  # the output of a relu lies at the bend of the next one
+    return torch.where(x == 0, 0, v)  # the output of a relu is at the bend of the next one
 
 
 def _gap(difference: Tensor, expected: Tensor, sizes: Tensor) -> float:
@@ -348,6 +348,6 @@ def _gap(difference: Tensor, expected: Tensor, sizes: Tensor) -> float:
 
 
 def _sizes(x: Tensor, least: float) -> Tensor:
-    """The size of the numbers along the last axis, and at least a part of the size of all of them."""
+    """The size of the numbers along the last axis, but at least a share of the size of all of them."""
     squares = torch.maximum(x.square().mean(-1, keepdim=True), least**2 * x.square().mean())
     return squares.sqrt().clamp_min(tolerances.TINY)

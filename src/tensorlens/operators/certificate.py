@@ -26,7 +26,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import Printed
 
 N_HELD = 3
-"""How many modules the text of a certificate names: those with the largest parts in B."""
+"""Number of modules that the text of a certificate names: those with the largest parts in B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Certificate(Printed):
             `logits`; for a model in half precision also linearity and adjoint of some blocks in float32.
         tolerance: What is accepted for this type of numbers.
         rules: The modules in which each rule fired.
-        conventions: Products of two live tensors whose roles are a choice and that T carries: the modules, by
+        conventions: Products of two live tensors that T carries and whose roles are a choice: the modules, by
             convention.
         options: The user's `Rules`.
         dtype: Type of the hidden states.
@@ -50,8 +50,8 @@ class Certificate(Printed):
             if it is all in B.
         rounded: The errors in the model's own half precision, for laws that blocks were tested on in float32.
         captured: For each block the gap between finite differences of the model and T under the Jacobian's rules.
-        reservations: What a plain "passed" would hide.
-        seconds: Time that the laws took, and that those in float32 took.
+        reservations: Notes that a plain "passed" would hide.
+        seconds: Time for the laws, and for those in float32.
     """
 
     errors: dict[str, float]
@@ -72,7 +72,7 @@ class Certificate(Printed):
 
     @property
     def passed(self) -> bool:
-        """Whether every error is a number within its tolerance, and every block passes something of its input on."""
+        """Whether every error is a number within its tolerance, and every block passes on part of its input."""
         return not self.failures
 
     def accepted(self, law: str) -> float:
@@ -85,7 +85,7 @@ class Certificate(Printed):
     def failures(self) -> tuple[str, ...]:
         """The laws that do not hold, and the blocks that pass nothing on.
 
-        A law that was measured in float32 too is judged by that alone: in half precision it says how much was rounded.
+        A law that was also measured in float32 is judged by that error; the one in half precision shows the rounding.
         """
         judged = {law: error for law, error in self.errors.items() if law not in self.rounded}
         laws = [law for law, error in judged.items() if not error <= self.accepted(law)]
@@ -168,7 +168,7 @@ def certify(operator: FrozenOperator, *, seed: int = 0) -> Certificate:
 
 
 def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
-    """The conventions that steps of the program rest on."""
+    """The conventions behind steps of the program."""
     found: dict[str, set[str]] = defaultdict(set)
     for step in operator.recording.part(operator.span, operator.heads).steps:
         if step.note is not None:
@@ -177,7 +177,7 @@ def _conventions(operator: FrozenOperator) -> dict[str, tuple[str, ...]]:
 
 
 def _of_numbers(e: LawEvidence, errors: dict[str, float], moves: float) -> tuple[str, ...]:
-    """What a reader must know about the numbers themselves."""
+    """Notes that a reader needs to understand the numbers."""
     expected, recording = e.expected, e.recording
     if not expected.isfinite().all():
         return ("the model's own output is not finite at this input: nothing can be proved about it",)

@@ -1,6 +1,6 @@
-r"""The laws of an attention tensor, as data: what each says, and its error.
+r"""The laws of an attention tensor, as data: a name and a function that gives the error.
 
-`LawEvidence` computes what they compare, each thing once: one walk over the blocks gives the affine program at X, at
+`LawEvidence` computes every quantity that they compare once: one walk over the blocks gives the affine program at X, at
 zero and at a random V; one push gives T·V, one pull Tᵀu. `LAWS` are short functions of it.
 """
 
@@ -26,16 +26,16 @@ N_CLASSES = 5
 """Number of classes whose logits are tested."""
 
 CLEARLY = 1e-3
-"""If this share of a random V passes through a block, the block is not tested on its own."""
+"""If at least this share of a random V passes through a block, the block is not tested on its own."""
 
 
 def relative(difference: Tensor, scale: Tensor) -> float:
-    """The norm of a difference, relative to that of what it is taken from."""
+    """The norm of a difference, relative to the norm of the reference."""
     return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(tolerances.TINY))
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers in a tensor's type, drawn on its device, since a CPU takes long."""
+    """Standard normal numbers in a tensor's type, drawn on its device, because a CPU takes long."""
     if like.device.type == "cpu":
         return torch.randn(shape, generator=generator, dtype=like.dtype)
     seed = int(torch.randint(2**62, (), generator=generator))
@@ -44,7 +44,7 @@ def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Te
 
 
 class LawEvidence:
-    """What the laws of an operator compare.
+    """The quantities that the laws of an operator compare.
 
     Args:
         operator: The operator.
@@ -76,7 +76,7 @@ class LawEvidence:
         """Take X, zero and V through the blocks, one block after the other."""
         operator, recording = self.operator, self.recording
         is_plain = operator.is_whole and not recording.is_streamed and recording.n_samples == 1
-        # Slots of what nobody reads any more, such as queries that are held, are gone.
+        # Slots that no step reads any more, such as held queries, are gone.
         live = {output.slot for output in recording.modules if output.slot is not None} if is_plain else set()
         live &= set(recording.program.specs)
         self._pieces = recording.pieces(operator.span, operator.heads, also=live).programs
@@ -102,7 +102,7 @@ class LawEvidence:
         )
 
     def _state(self, values: dict[int, Tensor], n: int) -> Tensor | None:
-        """State n of a walk; None where no later step reads it."""
+        """State n of a walk; None if no later step reads it."""
         slots = self.recording.slots[n]
         if not values.keys() >= set(slots):
             return None
@@ -113,7 +113,7 @@ class LawEvidence:
         modules = self.recording.modules if there else ()
         for module in modules:
             path, slot = module.path, module.slot
-            if slot is None or slot in there:  # without a slot it is held whole, unless it also gave something live
+            if slot is None or slot in there:  # without a slot it is held, unless it also returned something live
                 zero, whole = squares.get(path, (0.0, 0.0))
                 squares[path] = (zero, whole) if slot is None else (zero + left[slot] ** 2, whole + there[slot] ** 2)
         all_held = {module.path for module in modules if module.slot is None}
@@ -154,7 +154,7 @@ class LawEvidence:
         read = {slot for step in steps for slot in step.slots} - made
         following = set(recording.slots[n + 1])
         if not following.isdisjoint(recording.slots[n]):
-            return 1.0  # the state is handed on as it is
+            return 1.0  # the state is passed on as it is
         outputs = [
             slot for slot in made if slot in following or any(r.block != n for r in program.readers.get(slot, ()))
         ]
@@ -199,7 +199,7 @@ class LawEvidence:
 
 
 def _norms(tensors: list[Tensor]) -> list[float]:
-    """Norms of several tensors, computed and read from a device together."""
+    """Norms of several tensors, computed together and read from the device at once."""
     found: dict[int, float] = {}
     for kind in {(x.device, x.dtype) for x in tensors}:
         places = [n for n, x in enumerate(tensors) if (x.device, x.dtype) == kind]
@@ -217,7 +217,7 @@ def value(e: LawEvidence) -> float:
     operator, recording = e.operator, e.recording
     if not operator.heads:
         return relative(e.at_x - e.expected, e.expected)
-    if len(operator.heads) != 1:  # several blocks multiply each other
+    if len(operator.heads) != 1:  # the multipliers of several blocks multiply each other
         return 0.0
     others, none = ({n: change * m + rest for n, m in operator.heads.items()} for change, rest in ((-1, 1), (0, 0)))
     x = operator.input[None]
@@ -226,7 +226,7 @@ def value(e: LawEvidence) -> float:
 
 
 def structure(e: LawEvidence) -> float:
-    """Zero for a program that is affine by a table of what is linear in what, infinite for another."""
+    """Zero for a program that is affine according to the table of `verify`, infinite for any other."""
     try:
         verify(e.recording.part(e.operator.span, e.operator.heads))
     except NotLinearError:
@@ -291,7 +291,7 @@ def logits(e: LawEvidence) -> float | None:
 
 
 def _last_read(recording: Recording, n_tokens: int) -> int:
-    """The last output that the head reads: it may read fewer places than the body ends with."""
+    """The last output that the head reads: it may read fewer positions than the body returns."""
     readout = recording.readout
     if recording.head is None:
         n_read = n_tokens if readout is None or readout.dim() < 3 else readout.shape[1]
@@ -308,7 +308,7 @@ def folded(e: LawEvidence) -> float | None:
     operator = e.operator
     if operator.__dict__.get("folded") is None:
         return None
-    ways = (False, True) if operator.matrices_fit(n_passes=3) else (False,)  # of few cotangents, and of many
+    ways = (False, True) if operator.matrices_fit(n_passes=3) else (False,)  # for few cotangents and for many
     found = [operator.adjoint_folded(e.u, by_matrices=way).to(e.pulled) for way in ways]
     return max(relative(one - e.pulled, e.pulled) for one in found)
 
@@ -342,7 +342,7 @@ def in_float32(operator: FrozenOperator, generator: torch.Generator) -> dict[str
         for n in sorted({start, (start + stop) // 2, stop - 1, some}):
             try:
                 program = operator.recording.part(Span(n, n + 1), operator.heads).to(torch.float32)
-            except AnatomyError:  # it reads more than the state
+            except AnatomyError:  # the block reads more than the state
                 continue
             ends = (program.inputs[0], program.outputs[0])
             v, u = (normal(program.specs[slot].shape, wide, generator) for slot in ends)

@@ -1,7 +1,7 @@
-r"""Attention tensors, never stored as a matrix: the contract, `FrozenOperator` of a recorded pass, and `MeanTensor`.
+r"""Operators that are never stored as a matrix: the contract, `FrozenOperator` of a recorded pass, and `MeanTensor`.
 
 `apply` runs the linear part of the program, `adjoint` walks it backwards, the bias is the program at zero. Many
-cotangents at once (rows, norms, sketches) go by matrix products where the blocks can be folded.
+cotangents at once (rows, norms, sketches) go by matrix products if the blocks can be folded.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tensorlens.recording.recording import Heads, Recording, Span
 from tensorlens.views.printing import Printed
 
 CHUNK = 32
-"""Cotangents pulled at a time where blocks are not folded."""
+"""Cotangents pulled at a time if blocks are not folded."""
 
 MOST_STATES = {"cuda": 128, "cpu": 32}
 """States pushed at a time: each costs a launch on a GPU, and a CPU's cache holds few."""
 
 ENOUGH_TO_FOLD = 8
-"""Cotangents from which folding the blocks costs less than pulling each."""
+"""From this number of cotangents on, folding the blocks is cheaper than pulling each cotangent."""
 
 MOST_COTANGENTS = {"cuda": 12288, "cpu": 2048}
-"""More cotangents at a time make no product faster, and cost causal models work above the diagonal."""
+"""More cotangents at a time would not make products faster, and would add work above the diagonal."""
 
 
 # The contract --------------------------------------------------------------------------------------------------------
@@ -51,9 +51,9 @@ class Pulled:
 
     Attributes:
         rows: (token, cotangent, in_channel); cotangents of all outputs in a row, ordered by output.
-        tokens: The input tokens they are for; all others are zero.
-        outputs: Which of the outputs asked for.
-        cotangents: Which of the cotangents of each.
+        tokens: The input tokens they belong to; those of all other tokens are zero.
+        outputs: Which of the requested outputs.
+        cotangents: Which of the cotangents of each output.
     """
 
     rows: Tensor
@@ -62,7 +62,7 @@ class Pulled:
     cotangents: Range
 
     def is_all(self, n_outputs: int, n_cotangents: int, n_tokens: int) -> bool:
-        """Whether this is everything that was asked for, at all tokens."""
+        """Whether this is everything that was requested, at all tokens."""
         return (self.outputs.size, self.cotangents.size, self.tokens.size) == (n_outputs, n_cotangents, n_tokens)
 
 
@@ -200,7 +200,7 @@ def check_token(token: int, n_tokens: int, name: str = "out_token") -> int:
 
 
 def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a tensor that needs more than its share of the free memory."""
+    """Refuse a dense tensor that needs more than its share of the free memory."""
     needed, free = torch.Size(shape).numel() * dtype.itemsize, free_bytes(device)
     if needed > SHARE_OF_DENSE * free:
         raise SizeError(
@@ -211,7 +211,7 @@ def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class ComputedByAnother(TensorOperator):
-    """An operator that delegates to the one that computes. Abstract: `AttentionTensor` is one."""
+    """An operator that delegates to the one that computes. Abstract; `AttentionTensor` is a subclass."""
 
     def __init__(self, operator: FrozenOperator) -> None:
         self.operator = operator
@@ -220,7 +220,7 @@ class ComputedByAnother(TensorOperator):
     @property
     @own_modes
     def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B: the output of the frozen model at zero; a copy."""
+        """B, the output at zero; a copy."""
         return self.operator.bias.clone()
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -246,10 +246,10 @@ class FrozenOperator(TensorOperator):
     Args:
         recording: The pass.
         span: The range of blocks; all of them if None.
-        heads: For each block named, a multiplier for each head.
-        precision: How the products for rows, norms and sketches are computed: the model's own type, in float32 or
+        heads: A multiplier per head, for each block named.
+        precision: The precision of products for rows, norms and sketches: the model's own type, in float32 or
             better, if None.
-        sample: Which sample of a recording of several; the others are zero wherever it is asked.
+        sample: Which sample of a recording of several; in every question the others are zero.
 
     Attributes:
         input: The state entering the first block of the range; X⁰ for the whole model.
@@ -275,7 +275,7 @@ class FrozenOperator(TensorOperator):
         self.compute_type = compute_type(precision, self.dtype)
 
     def but(self, **changes: Any) -> FrozenOperator:
-        """The same with another span, heads, precision or sample."""
+        """A copy with a different span, heads, precision or sample."""
         now = {"span": self.span, "heads": self.heads, "precision": self.precision, "sample": self.sample}
         other = FrozenOperator(self.recording, **now | changes)
         if changes.keys() == {"sample"}:
@@ -315,7 +315,7 @@ class FrozenOperator(TensorOperator):
         return Span(self.span.start, self.recording.n_blocks)
 
     def logits_at_zero(self, out_token: int) -> Float[Tensor, " class"]:
-        """The biases' part of the logits at one output: the program and the head at zero."""
+        """The part of the biases in the logits at one output: the program and the head at zero."""
         return self.recording.logits(self._end_at_zero, out_token)[0]
 
     @cached_property
@@ -330,7 +330,7 @@ class FrozenOperator(TensorOperator):
         return torch.cat(in_parts(x, most, partial(self._several, each)))
 
     def _several(self, each: Callable[[list[Tensor]], list[Tensor]], items: Tensor) -> Tensor:
-        """Several states or cotangents through the program, together where torch can; one block after the other if not.
+        """Several states or cotangents through the program: together if torch can, otherwise block by block.
 
         Args:
             each: Takes a list of them.
@@ -355,7 +355,7 @@ class FrozenOperator(TensorOperator):
         return self._backwards(u, self.span)
 
     def pull_from_head(self, u: Tensor) -> Float[Tensor, "batch in_token in_channel"]:
-        """Cotangents (batch, …) of what the head reads, or of its logits, to cotangents of the input."""
+        """Cotangents (batch, …) of the head's input, or of its logits, to cotangents of the model's input."""
         return self._backwards(u, self._to_end, to_logits=True)
 
     def _backwards(self, u: Tensor, span: Span, **options: bool) -> Tensor:
@@ -386,7 +386,7 @@ class FrozenOperator(TensorOperator):
 
     @cached_property
     def folded(self) -> FoldedBlocks | None:
-        """The folded blocks, or None where one cannot be folded or an input is too long to keep what it holds."""
+        """The folded blocks; None if one cannot be folded, or if the input is too long to keep its constants."""
         if self.recording.is_streamed:
             return None
         try:
@@ -400,7 +400,7 @@ class FrozenOperator(TensorOperator):
 
     @contextmanager
     def _folding(self) -> Iterator[None]:
-        """While folded blocks multiply: in the precision asked for, and only if no weight was written to since."""
+        """A context for products of folded blocks: in the requested precision, and only if no weight has changed."""
         self.recording.part(self.span, self.heads)
         with matmul_mode(self.precision):
             yield
@@ -420,7 +420,7 @@ class FrozenOperator(TensorOperator):
         units = torch.eye(d_out, dtype=self.compute_type, device=self.device)
         rows: Tensor | None = None
         for piece in self.pull_outputs((out_token,), units[None]):
-            if piece.is_all(1, d_out, n_in):  # no second copy of what may be large
+            if piece.is_all(1, d_out, n_in):  # no second copy of a tensor that may be large
                 return piece.rows.transpose(0, 1).to(self.dtype)
             if rows is None:
                 rows = torch.zeros(d_out, n_in, d_in, dtype=self.dtype, device=self.device)
@@ -459,7 +459,7 @@ class FrozenOperator(TensorOperator):
                 elif folded is not None:
                     keep = False
                     folded.forget_matrices()
-        finally:  # also when it is cancelled on the way
+        finally:  # also if it is cancelled
             if folded is not None:
                 folded.forget_matrices()
 

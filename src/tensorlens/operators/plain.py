@@ -17,7 +17,7 @@ def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
 
     Args:
         recording: The recording of the model at the input.
-        is_nudged: Whether every other number that enters the first block is changed in its last digit.
+        is_nudged: Whether every second number that enters the first block is changed in its last digit.
     """
     origin = recording.from_model("The value law")
 
@@ -44,9 +44,9 @@ def _nudged(state: Tensor) -> Tensor:
 
 
 def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
-    """Logits (output, class) as the model itself gives them, after whatever its code does behind the unembedding.
+    """The model's own logits (output, class), including whatever its code does after the unembedding.
 
-    One row for a head that reads the whole input at once. A pass is needed only if something is behind an unembedding.
+    One row for a head that reads the whole input at once. This runs the model only if code follows the unembedding.
     """
     if recording.head is None or recording.gives_raw_logits:
         return torch.stack([recording.logits_at(i) for i in out_tokens])

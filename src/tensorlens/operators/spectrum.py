@@ -1,10 +1,10 @@
-r"""Norms and singular values: of blocks $T_{ij}$, of the whole operator, of matrices; and what a set of them says.
+r"""Norms and singular values of blocks $T_{ij}$, of the whole operator and of matrices, and statistics of them.
 
 Nothing here stores the tensor. Exact Frobenius norms stream the rows of T a few outputs at a time and keep only sums of
 squares. Sketches pull a few random cotangents instead of all D. Spectral norms take one slice at a time.
 
 The largest value of an operator that is never stored comes from Lanczos steps, one product with T and one with Tᵀ each;
-several, with their vectors, from subspace iteration, which also serves stacks of matrices.
+several values with their vectors come from subspace iteration, which also serves stacks of matrices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 from tensorlens.views.printing import Printed
 
 EXTRA = 8
-"""Extra vectors beside those asked for: the last values converge with the gap to the first value left out."""
+"""Extra vectors beside the requested ones: the last values converge with the gap to the first value left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Spectrum(Printed):
 
     @property
     def entropy(self) -> float:
-        """Entropy of the shares found, in nats: its exponential counts the directions that matter."""
+        """Entropy of the shares, in nats: its exponential counts the directions that matter."""
         share = self.values.square() / self.values.square().sum()
         return float(torch.special.entr(share).sum())
 
@@ -125,7 +125,7 @@ def _block_spectrum(T: TensorOperator, out_token: int, in_token: int, k: int) ->
 
 
 def _random(n: int, width: int, seed: int) -> Tensor:
-    """Random columns (n, width), drawn on the CPU so a seed means the same everywhere."""
+    """Random columns (n, width), drawn on the CPU so that a seed gives the same numbers everywhere."""
     return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
@@ -186,7 +186,7 @@ class MeasuredNorm:
 
     Attributes:
         value: The largest singular value found.
-        change: Its relative change in the last step: how far it may still be off, roughly.
+        change: Its relative change in the last step, a rough measure of the remaining error.
         n_steps: Applications of T and of its adjoint.
     """
 
@@ -217,7 +217,7 @@ def operator_norm(
     while len(diagonal) < max_steps:
         w = in_float64(operator.adjoint(operator.apply(basis[-1].to(operator.device, operator.dtype))))
         diagonal.append(float((w * basis[-1]).sum()))
-        # Against all earlier vectors, twice: rounding would let the top value appear again and again.
+        # Orthogonal to all earlier vectors, twice: otherwise rounding lets the top value appear again and again.
         for _ in range(2):
             stacked = torch.stack(basis)
             w = w - torch.einsum("k,kld->ld", torch.einsum("kld,ld->k", stacked, w), stacked)
@@ -273,13 +273,13 @@ def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int =
     if n_probes == 1:
         return Sketch(squares[:, 0].sqrt(), torch.full_like(squares[:, 0], torch.nan))
     variance, mean = torch.var_mean(squares, 1)
-    # The error of a root: d√s = ds / 2√s. A norm of zero is exact: no probe found anything.
+    # The error of a root: d√s = ds / 2√s. A norm of zero is exact: all probes gave zero.
     return Sketch(mean.sqrt(), (variance / (4 * n_probes * mean)).sqrt().nan_to_num(0))
 
 
 @lru_cache(maxsize=8)
 def probe_vectors(n: int, n_channels: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Drawn on the CPU, so a seed means the same everywhere; kept, since the copy would wait for the device."""
+    """Probes drawn on the CPU, so that a seed gives the same everywhere; cached, since a copy waits for the device."""
     return torch.randn(n, n_channels, generator=torch.Generator().manual_seed(int(seed))).to(device, dtype)
 
 
@@ -314,7 +314,7 @@ def spectral_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix:
 
 
 def singular_values(matrix: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch value"]:
-    """Singular values in float64, by the smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
+    """Singular values in float64, from the smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
     wide = in_float64(matrix)
     gram = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
     return torch.linalg.eigvalsh(gram).clamp_min(0).sqrt().flip(-1)

@@ -31,7 +31,7 @@ from tensorlens.program.nodes import Axes, Spec, at_least_float32, mapped
 from tensorlens.program.operations import operation
 
 FORMED = 512
-"""Up to this many keys, full-precision attention is formed as a matrix: fused kernels are made for half precision."""
+"""Up to this many keys, full-precision attention is formed as a matrix: fused kernels are fast in half precision."""
 
 
 @operation(joint=(0, 3), optional=(3,))
@@ -82,7 +82,7 @@ def _normalised(x: Tensor, inverse: Tensor, axes: Axes, centred: bool, unit: Ten
 
 @operation(joint=(0, 3), optional=(3,))
 def softmax(x: Tensor, weights: Tensor, axis: int, added: Tensor | None = None) -> Tensor:
-    """The derivative of a softmax that gave `weights`: A ⊙ (x - Σ A ⊙ x). What is masked does not move."""
+    """The derivative of a softmax with the result `weights`: A ⊙ (x - Σ A ⊙ x). Masked entries do not move."""
     found = _softmax(torch.where(weights == 0, 0, x).to(weights.dtype), weights, axis)
     return found if added is None else found + added
 
@@ -156,14 +156,14 @@ def _backward(function: Callable[..., Tensor], point: Sequence[Tensor], u: Tenso
 
 
 def _for_rows(query: Tensor, key: Tensor, scale: float | None, grouped: bool) -> tuple[Tensor, Tensor, float]:
-    """Queries, a key for each of them, in float32 or better, and the factor of their products."""
+    """Queries, the key for each of them, in float32 or better, and the factor of their products."""
     k = _repeated(key, query.shape[-3]) if grouped else key
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return at_least_float32(query), at_least_float32(k), factor
 
 
 class _Several(torch.autograd.Function):
-    """Pass values or cotangents that `vmap` has separated to a function of all of them (u, …)."""
+    """Pass values or cotangents that `vmap` has separated to a function that takes all of them (u, …)."""
 
     @staticmethod
     def forward(u: Tensor, together: Callable[[Tensor], Any]) -> Any:
@@ -207,13 +207,13 @@ def live_attention(
         query: (…, head, query, channel), live or a constant.
         key: (…, head, key, channel).
         value: (…, head, key, channel).
-        given: What the recording gave here; None in the linear part.
+        given: The recorded result; None in the linear part.
         at: Query, key and value in the recording.
         mask: Added to the scores, or True where a query sees a key.
         causal: Whether a query sees no later key.
         scale: Factor of the scores; one over the root of their channels if None.
         grouped: Whether several query heads share a key head.
-        shares: How much follows the scores' factors, the attention matrix and the values.
+        shares: The shares that follow the factors of the scores, the attention matrix and the values.
         temperature: Temperature of the softmax's derivative.
     """
     q0, k0, v0 = at
@@ -301,7 +301,7 @@ def _(
 def rows_of_attention(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, rows: slice = slice(None)
 ) -> Tensor:
-    """Some rows of the attention matrix; a query that sees nothing mixes nothing."""
+    """Some rows of the attention matrix; the row of a query that sees nothing is zero."""
     scores = (query[..., rows, :] * scale) @ key.transpose(-1, -2)
     if causal:
         n_queries, n_keys = query.shape[-2], key.shape[-2]
@@ -332,12 +332,12 @@ def kernel_named(name: str) -> Callable[..., Any]:
 
 
 def of_some(name: str, args: Any, places: Sequence[int], part: int | None) -> Callable[..., Any]:
-    """A kernel as a function of some of its arguments alone.
+    """A kernel as a function of some of its arguments.
 
     Args:
         name: The kernel's name.
         args: Its arguments, and named ones as pairs.
-        places: Which of their leaves move, in order.
+        places: The leaves of the arguments that move, in order.
         part: Which of several results is meant; None for a kernel with one.
     """
 
@@ -365,13 +365,13 @@ def derivative(
 
     Args:
         moved: The arguments that move.
-        given: What the kernel gave; None in the linear part, and for a kernel that is linear in them.
+        given: The recorded result; None in the linear part, and for a kernel that is linear in them.
         name: The kernel's name.
         args: All its arguments at X, and named ones as pairs.
         places: Which of the leaves of these move.
-        at: Those at X.
+        at: The values of these leaves at X.
         part: Which of several results is meant.
-        is_linear: Whether the kernel is linear in what moves.
+        is_linear: Whether the kernel is linear in the arguments that move.
     """
     function = of_some(name, args, places, part)
     if is_linear:

@@ -11,7 +11,7 @@ appear. Weights act on columns (y = W c with W as (in, out)), because cotangents
 Norms that the residual stream itself passes through, those of a post-LN block and the final one, are a diagonal and an
 outer product for each centring: the diagonal is s, and the products are more inner channels. So P has one form.
 
-What `paths` finds in a block fits this form, or `NotFoldable` says why not; then questions go by `Program.pull`.
+If the paths of a block do not fit this form, `NotFoldable` says why, and `Program.pull` answers questions instead.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TOKENS_IN_A_BAND = {"cuda": 16, "cpu": 8}
 
 
 class Factored(NamedTuple):
-    """A path with what depends on the token set apart.
+    """A path, with the factors that depend on the token apart.
 
     Attributes:
         before: Pieces before the gains; without gains, those before the last matrix.
-        gains: Factors that vary with the channel too: (row, channel), or (channel,) in among them.
+        gains: Factors that vary with the channel too: (row, channel), and (channel,) between them.
         after: Pieces after the gains.
         tokens: Factors (row,). They may stand anywhere.
     """
@@ -60,7 +60,7 @@ class Factored(NamedTuple):
 
     @property
     def pieces(self) -> Chain:
-        """What is the same for all tokens."""
+        """The pieces that are the same for all tokens."""
         return self.before + self.after
 
 
@@ -73,8 +73,8 @@ class Form(NamedTuple):
         head_gain: The gains of V, (sample, token, head), or None.
         out: O: gains, then matrices.
         carry: C: scales alone.
-        branches: What of E goes through matrices: $W_{down}\,diag(ψ_l)\,W_{up}$.
-        streams: What of E does not: $diag(s_l)$ and outer products.
+        branches: The part of E that goes through matrices: $W_{down}\,diag(ψ_l)\,W_{up}$.
+        streams: The other part of E: $diag(s_l)$ and outer products.
         is_parallel: Whether E takes the block's input, as V does.
         n_channels: Channels of a state.
     """
@@ -91,7 +91,7 @@ class Form(NamedTuple):
 
     @property
     def n_inner(self) -> int:
-        """Inner channels of the feed-forward, those of all branches counted."""
+        """Inner channels of the feed-forward, summed over branches."""
         return sum(next(p.by.shape[1] for p in one.after if p.kind == "weight") for one in self.branches)
 
 
@@ -164,7 +164,7 @@ def _has(pieces: Chain, kinds: str) -> bool:
 
 
 def _check_alike(paths: Iterable[Factored]) -> None:
-    """Paths that add up to one matrix have the same factors on their tokens."""
+    """Refuse paths that add up to one matrix unless they have the same factors on their tokens."""
     factors = {tuple(map(id, (*one.tokens, *one.gains))) for one in paths}
     _check(len(factors) == 1, "attention whose branches are scaled apart")
 
@@ -188,10 +188,10 @@ class FoldedBlock:
         value: W_value (channel, kv_head · head_channel).
         gain: ψ with the norms' scales, (sample, token, inner).
         skip: s, (sample, token, channel), or None for ones.
-        carry: a, the same.
+        carry: a, in the same shape, or None for ones.
         gate: γ, (sample, token, head · head_channel), or None for ones.
         mix: Attention with the norms' scales, (sample, head, in_token, out_token).
-        is_parallel: Whether attention takes the block's cotangents and not those behind the feed-forward.
+        is_parallel: Whether attention takes the block's cotangents instead of those from before the feed-forward.
     """
 
     up: Tensor
@@ -216,7 +216,7 @@ class FoldedBlock:
         return self.value.shape[1] * self.mix.shape[-3] // len(self.out)
 
     def of(self, sample: int) -> FoldedBlock:
-        """The same for one sample, without an axis for samples; nothing is copied."""
+        """The matrices of one sample, without an axis for samples; nothing is copied."""
         gain, skip, carry, gate, mix = (
             None if factor is None else factor[sample]
             for factor in (self.gain, self.skip, self.carry, self.gate, self.mix)
@@ -247,7 +247,7 @@ def fold_block(form: Form, dtype: torch.dtype) -> FoldedBlock:
     up, down, gain, skip = _inner(form, n_samples * n_tokens, out)
 
     def packed(matrix: Tensor) -> Tensor:
-        """Row by row in memory, whichever way the model keeps it: products by strided operands can be far slower."""
+        """A copy in row order, whatever the model's layout: products with strided operands can be far slower."""
         return matrix.to(dtype).contiguous()
 
     def by_sample(factor: Tensor | None) -> Any:
@@ -277,11 +277,11 @@ def dense(pieces: Chain, n_in: int) -> Tensor:
 
     Args:
         pieces: The chain.
-        n_in: The channels that it takes; needed where the first piece takes some of them.
+        n_in: Its number of input channels; needed if the first piece selects channels.
     """
     pieces = _with_takes_joined(pieces)
     first = next(place for place, piece in enumerate(pieces) if piece.kind == "weight")
-    # Under autocast some weights are in another type than the states. A single number takes the others' type.
+    # Under autocast some weights have a different type than the states. A single number takes the type of the rest.
     kinds = [piece.by.dtype for piece in pieces if piece.kind in ("weight", "scale") and piece.by.dim()]
     found = pieces[first].by.to(reduce(torch.promote_types, kinds, torch.float32))
     for piece in pieces[first + 1 :]:
@@ -295,7 +295,7 @@ def dense(pieces: Chain, n_in: int) -> Tensor:
 
 
 def _behind(piece: Piece, matrix: Tensor) -> Tensor:
-    """What a piece makes of each column of a matrix."""
+    """Apply a piece to each column of a matrix."""
     if piece.kind == "weight":
         return piece.by.to(matrix) @ matrix
     if piece.kind == "take":
@@ -307,7 +307,7 @@ def _behind(piece: Piece, matrix: Tensor) -> Tensor:
 
 
 def _with_takes_joined(pieces: Chain) -> Chain:
-    """The same pieces, in which takes that follow each other are one."""
+    """The same pieces, with consecutive takes joined into one."""
     found: list[Piece] = []
     for piece in pieces:
         if found and (found[-1].kind, piece.kind) == ("take", "take"):
@@ -330,7 +330,7 @@ def _without_repeats(one: Factored, n_heads: int) -> Chain:
 
 
 def _mixing(form: Form) -> Tensor:
-    """Attention as (sample, head, in_token, out_token), with the factors of tokens on either side."""
+    """Attention as (sample, head, in_token, out_token), with the token factors of both sides."""
     mix = at_least_float32(form.mixing.matrix()).mT
     n_samples, n_tokens = mix.shape[0], mix.shape[-1]
     if form.value[0].tokens:
@@ -351,7 +351,7 @@ class _Thin(NamedTuple):
 
 
 def _thin(one: Factored, n_channels: int, like: Tensor) -> _Thin:
-    r"""Scalings and centrings in a row.
+    r"""A chain of scalings and centrings.
 
     With $C = I - 1 1^\top/D$ a centring is $(diag(d) + OI)\,C = diag(d) - \tfrac1D d\,1^\top + O\,(IC)$.
     """
@@ -383,7 +383,7 @@ def _by_row(tokens: Sequence[Tensor]) -> Tensor:
 def _inner(form: Form, n_rows: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """E as W_up, W_down, ψ (row, inner) and s (row, channel).
 
-    Its branches stand side by side, and after them what its streams have beside a diagonal.
+    Its branches are side by side, followed by the outer products of its streams.
     """
     thin = [_thin(one, form.n_channels, like) for one in form.streams]
     ups = [dense(one.before, form.n_channels) for one in form.branches] + [one.outer.T for one in thin]
@@ -401,7 +401,7 @@ def _inner(form: Form, n_rows: int, like: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 class FoldedBlocks:
-    """Blocks that follow each other, folded. Cotangents are (token, cotangent, channel).
+    """Consecutive blocks, folded. Cotangents are (token, cotangent, channel).
 
     Weights then act on one tall matrix, and token-wise matrices on one contiguous batch. Only tokens that an asked
     output can see are carried (causal models and sliding windows), and in the last block only the asked output itself.
@@ -436,11 +436,11 @@ class FoldedBlocks:
 
     @property
     def n_inner(self) -> int:
-        """Width of the widest feed-forward, both of its branches counted where both are live."""
+        """Width of the widest feed-forward; if both of its branches are live, both count."""
         return max(form.n_inner for form in self._forms)
 
     def block(self, place: int) -> FoldedBlock:
-        """The matrices of one block; folded once, if there is room for all of them."""
+        """The matrices of one block; folded only once if there is room for all blocks."""
         found = self._folded.get(place)
         if found is None:
             found = fold_block(self._forms[place], self.dtype)
@@ -460,17 +460,17 @@ class FoldedBlocks:
 
         Args:
             out_tokens: The outputs, one for each entry of `starts`.
-            starts: What to pull: (output, cotangent, out_channel).
-            sample: Which of the samples that were recorded together.
+            starts: The cotangents to pull: (output, cotangent, out_channel).
+            sample: The index of the sample, if several were recorded together.
             keep_matrices: Whether the token-wise matrices stay in memory for another call.
 
         Returns:
-            The cotangents, and the input tokens that they are for; all others are zero.
+            The cotangents, and the input tokens that they belong to; those of all other tokens are zero.
         """
         last, starts = len(self) - 1, starts.to(self.dtype)
         tokens = self.block(last).seen_by(Range(min(out_tokens), max(out_tokens) + 1))
         rows = starts.new_zeros(tokens.size, *starts.shape[:2], self._forms[last].n_channels)
-        for n, (i, start) in enumerate(zip(out_tokens, starts, strict=True)):  # each has one live token here
+        for n, (i, start) in enumerate(zip(out_tokens, starts, strict=True)):  # each output has one live token here
             pulled, seen = self._through(last, start[None], Range(i, i + 1), sample, keep_matrices)
             rows[seen.start - tokens.start : seen.stop - tokens.start, n] = pulled
         return self._back(last, rows.flatten(1, 2), tokens, sample, keep_matrices)
@@ -486,7 +486,7 @@ class FoldedBlocks:
         return c, tokens
 
     def _through(self, place: int, c: Tensor, tokens: Range, sample: int, keep: bool) -> tuple[Tensor, Range]:
-        """One block backwards: cotangents of some tokens to those of all tokens that these see."""
+        """One block backwards: cotangents of some tokens to those of all tokens that they see."""
         whole, key = self.block(place), (place, sample)
         block, live = self._of_sample.get(key) or whole.of(sample), whole.seen_by(tokens)
         if place in self._folded:
@@ -518,7 +518,7 @@ class FoldedBlocks:
         r"""$T_{oj} x_j$ for each token j of each sample, at the sample's own output o: (sample, token, channel).
 
         What token j of a causal model carries stays zero before position j. So its tokens go in bands, each with the
-        positions from its first token on: about half of the work.
+        In a causal model, the contribution of token j is zero before position j. So tokens go in bands, each with the
 
         Args:
             x: The states (sample, token, channel) that enter the first block.

@@ -1,4 +1,4 @@
-"""Marks: slots with a meaning (attention met values, queries met keys), for questions about the inside of a model."""
+"""Marks: slots with a meaning (attention times values, queries times keys), for questions about the inside."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tensorlens.program.program import Program
 
 
 class Mixture(NamedTuple):
-    r"""Attention meeting values: $\sum_j A_{h,ij} v_{h,j}$.
+    r"""Attention times values: $\sum_j A_{h,ij} v_{h,j}$.
 
     Attributes:
         slot: What it gave.
         block: The block.
         module: Path of the module.
-        values: What was mixed.
-        weights: The attention matrix; None where a fused kernel never formed it.
+        values: The values.
+        weights: The attention matrix; None if a fused kernel did not form it.
     """
 
     slot: int
@@ -31,16 +31,16 @@ class Mixture(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Queries meeting keys, before the softmax.
+    """Queries times keys, before the softmax.
 
     Attributes:
-        slot: The scores; where a fused kernel never formed them, what it mixed.
+        slot: The scores; if a fused kernel did not form them, its result.
         block: The block.
         module: Path of the module.
         query: The slot of the queries.
-        key: The slot of the keys; their transpose where the scores are formed.
+        key: The slot of the keys; if the scores are formed, of their transpose.
         is_fused: Whether a fused kernel did it.
-        end: What entered the softmax; None where a fused kernel did it, or no softmax followed.
+        end: The input of the softmax; None for a fused kernel, or if no softmax followed.
     """
 
     slot: int
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
     Attributes:
         block: The block.
-        module: Path of the module that took their numbers.
+        module: Path of the module that received their numbers.
         experts: The numbers, (token, choice).
     """
 
@@ -77,7 +77,7 @@ def count_heads(program: Program, mixture: Mixture) -> int | None:
     """The number of heads of a mixture (…, head, token, channel), or None if its third-last axis counts something else.
 
     Heads are what the next layer reads side by side, as channels of one token. Windows and groups stand in the same
-    axis, but end up among the tokens. So every head is given its number, and the numbers are followed to that layer.
+    but end up among the tokens. So every head is labelled by its number, and the labels are followed to that layer.
     """
     shape = program.specs[mixture.slot].shape
     if len(shape) < 3:
@@ -93,7 +93,7 @@ def count_heads(program: Program, mixture: Mixture) -> int | None:
 
 
 def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
-    """The numbers as they arrive at the first layer that reads them; None if they are lost on the way."""
+    """The labels as they arrive at the first layer that reads them; None if they are lost on the way."""
     for step in program.readers.get(slot, ()):
         if step.operation == "linear":
             return numbers
@@ -110,7 +110,7 @@ def _followed(program: Program, slot: int, numbers: Tensor) -> Tensor | None:
 
 
 def move(program: Program, step: Step, numbers: Tensor) -> Tensor:
-    """Apply a step that only moves numbers to some numbers, on the CPU."""
+    """Apply a step that only moves numbers to the labels, on the CPU."""
 
     def given(leaf: Any) -> Any:
         kind = type(leaf)

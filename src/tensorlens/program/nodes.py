@@ -1,4 +1,4 @@
-"""What a program is made of: live values, held values, and the steps between them."""
+"""The parts of a program: live values, held values, and the steps between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensorlens.errors import InputError
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
-    """A live value: an input of the program, or what a step made."""
+    """A live value: an input of the program, or the result of a step."""
 
     index: int
 
@@ -35,7 +35,7 @@ Axes: TypeAlias = tuple[int, ...]
 
 
 class Spec(NamedTuple):
-    """What kind of tensor a slot holds."""
+    """Shape, type and device of the tensor in a slot."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,8 +54,8 @@ class Step:
         options: Plain values by name.
         module: Path of the module that ran.
         block: The block it belongs to, or None outside of blocks.
-        note: A convention that decided which factor of a product is held, where the calculus leaves it open.
-        slots: The live values it takes, in order; one that it takes twice comes twice.
+        note: The convention that decided which factor of a product is held, if the calculus leaves it open.
+        slots: The live values it takes, in order; a value that it takes twice is listed twice.
         held: The constants it takes, in order.
     """
 
@@ -92,9 +92,9 @@ register_optimizer_step_post_hook(_note_fused)
 
 
 def versions_of(values: Iterable[Tensor | None]) -> list[int | None]:
-    """How often the memory of each tensor was written to, as far as anybody counts; -1 if the memory was given back.
+    """How often the memory of each tensor was written to, as far as this is counted; -1 if the memory was freed.
 
-    None for no tensor, and for one that was made in inference mode, whose writes nobody counts.
+    None for a missing tensor, and for one made in inference mode, whose writes are not counted.
     """
     found = list[int | None]()
     for value in values:
@@ -121,7 +121,7 @@ class Constants(Sequence[Tensor]):
 
     Args:
         values: The tensors.
-        names: Which of them are weights of the model, and what these are called.
+        names: The names of those that are weights of the model.
     """
 
     def __init__(self, values: Iterable[Tensor | None], names: Mapping[int, str] | None = None) -> None:
@@ -149,7 +149,7 @@ class Constants(Sequence[Tensor]):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The same for callers that read many: a list, if no constants were dropped."""
+        """The values for callers that read many: as a list, if no constants were dropped."""
         return self.values if self.is_complete else self  # type: ignore[return-value]
 
     def let_go(self, places: Mapping[int, Iterable[int]], remake: Remake) -> None:
@@ -174,7 +174,7 @@ class Constants(Sequence[Tensor]):
         """Raise if a weight was written to since it was bound: T describes the model as it was.
 
         Args:
-            places: Those that matter; all if None.
+            places: The weights to check; all if None.
         """
         asked = range(len(self.values)) if places is None else list(places)
         for n, now in zip(asked, versions_of([self.values[n] for n in asked]), strict=True):
@@ -186,7 +186,7 @@ class Constants(Sequence[Tensor]):
                 )
 
     def check_storable(self) -> None:
-        """Raise if some were dropped: recomputing them needs the model."""
+        """Raise if some constants were dropped: recomputing them needs the model."""
         if not self.is_complete:
             raise InputError(
                 "This input is too long for its operator to be stored: the values in its blocks are recorded again "

@@ -25,13 +25,13 @@ from tensorlens.program.nodes import Axes, Spec, leaves, mapped
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One operation: how it runs, in what it is affine, and its transpose.
+    """One operation: how it runs, in which arguments it is affine, and its transpose.
 
     Attributes:
         run: The function itself.
         transpose: Gives a cotangent, or a tuple of one for each live argument; `NotImplemented` where it has no form.
         joint: Places of arguments in which it is affine together; none for a product.
-        optional: Joint places at which None stands for nothing that is added.
+        optional: Joint places at which None means that nothing is added.
     """
 
     run: Callable[..., Tensor]
@@ -45,7 +45,7 @@ class Operation:
         return function
 
     def pull(self, u: Tensor, args: Sequence[Any], options: dict[str, Any]) -> tuple[Tensor, ...]:
-        """From a cotangent u to those of the live arguments, in order; they may still have to be made to `fit`."""
+        """From a cotangent u to those of the live arguments, in order; `fit` may still have to shape them."""
         found = NotImplemented
         if self.transpose is not None and not u.is_complex():
             found = self.transpose(u, *args, **options)
@@ -133,7 +133,7 @@ def _solve(matrix: Tensor, b: Tensor, upper: bool | None, left: bool, unitriangu
 
 
 def _constant(value: Tensor) -> Tensor:
-    """A held tensor that stands in the place of a live one: what a write left in its memory."""
+    """A held tensor in place of a live one: the content that a write left in its memory."""
     return value
 
 
@@ -175,7 +175,7 @@ def _index_back(u: Tensor, x: Spec, at: tuple[Any, ...]) -> Tensor:
     others = [one for one in at if not isinstance(one, Tensor)]
     if len(others) == len(at):
         return _seen(u, x, operator.getitem, at)
-    # `index_put` takes tensors and whole axes alone.
+    # `index_put` takes only tensors and whole axes.
     is_simple = all(type(one) is slice and one == slice(None) for one in others)
     return _added_at(u.new_zeros(x.shape), at, u) if is_simple else NotImplemented
 
@@ -219,7 +219,7 @@ def _matmul_back(u: Tensor, a: Any, b: Any) -> Tensor:
 
 
 def unpacked(codes: Tensor, scale: Tensor, zero: Tensor | None, book: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """A packed weight: each block of numbers less its zero point, times its scale; 4-bit numbers stand in a book."""
+    """Unpack a weight: each block minus its zero point, times its scale; a code book decodes 4-bit numbers."""
     if book is not None:
         codes = book[torch.stack((codes >> 4, codes & 15), -1).long()]
     blocks = codes.reshape(scale.numel(), -1).to(scale.dtype)
@@ -319,7 +319,7 @@ OPERATIONS: dict[str, Operation] = {
         joint=(0, 3),
     ),
 }
-"""By the names that programs and files have for them."""
+"""The operations, by their names in programs and files."""
 
 LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     name: getattr(place, name)
@@ -343,11 +343,11 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     for name in names.split()
     if hasattr(place, name)
 }
-"""Functions that are linear in their first argument and need no form of their own; they are differentiated."""
+"""Functions that are linear in their first argument and have no transpose of their own; they are differentiated."""
 
 LINEAR_FUNCTIONS["window"] = F.unfold
 LINEAR_FUNCTIONS["view_as_complex"] = lambda x: torch.view_as_complex(x.contiguous())
 JOINT = {"complex": (0, 1), "index_copy": (0, 3)}
-"""Those of them that are affine in other arguments too."""
+"""Functions of this table that are affine in further arguments."""
 
 OPERATIONS |= {name: Operation(run, joint=JOINT.get(name, (0,))) for name, run in LINEAR_FUNCTIONS.items()}

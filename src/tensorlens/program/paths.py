@@ -1,7 +1,7 @@
-r"""What a block does, as paths: an interpretation of its steps, without running them.
+r"""A block as a set of paths, found by reading its steps without running them.
 
-A path leads from a source (the block's input, what attention mixed, the residual stream) to a slot, and is a chain of
-pieces that act on every token alone. Each makes of the rows x (row, channel), where a row is a token of a sample:
+A path leads from a source (the block's input, the result of attention, the residual stream) to a slot. It is a chain of
+pieces, each of which acts on every token on its own. For rows x (row, channel), where a row is a token of a sample:
 
 | kind     | of row l                           | shape of `by`          |
 |----------|------------------------------------|------------------------|
@@ -14,7 +14,7 @@ pieces that act on every token alone. Each makes of the rows x (row, channel), w
 
 A norm whose statistic is held is a `centre` (or none), a `token` and a `scale`; an activation is a `gain`. Every slot
 holds a sum of paths. Steps that scale, centre or multiply by a matrix add a piece to each; steps that move axes are
-followed by sending the numbers of rows and of channels through them. Numbers are expanded views, so that this copies
+followed by sending row and channel indices through them. The indices are expanded views, so that this copies
 next to nothing, however large the tensors of the block are.
 
 The steps of a block are read from its input x to attention, whose mixture m is a source of its own, and on to the first
@@ -22,7 +22,7 @@ slot that everything passes through after it: the residual stream s. From there 
 
     s = C x + O m,   y = E s      (or y = E x + O m, where attention and feed-forward both take x),   m = mix(V x)
 
-and C, O, V and E are sums of paths. No family of models is known by name.
+and C, O, V and E are sums of paths. The code knows no family of models by name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NOTHING = torch.empty(0)
 
 
 class NotFoldable(AnatomyError):  # noqa: N818  (its message is a reason, not an error)
-    """A block is made of something other than one attention and maps that act on every token alone."""
+    """A block is not made of one attention and maps that act on every token on its own."""
 
 
 @contextmanager
@@ -74,11 +74,11 @@ def naming_block(name: str, n: int) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One map of single tokens. Two pieces are the same if they are the same object.
+    """One map of single tokens. Pieces are compared by identity.
 
     Attributes:
-        kind: What it does.
-        by: What it does it with.
+        kind: Which map it is.
+        by: Its numbers.
     """
 
     kind: Kind
@@ -104,7 +104,7 @@ class Path(NamedTuple):
 
 
 def has_norm(pieces: Chain) -> bool:
-    """Whether a norm is among some pieces: something that depends on the token."""
+    """Whether a norm is among some pieces: a factor that depends on the token."""
     return any(piece.kind == "token" for piece in pieces)
 
 
@@ -115,7 +115,7 @@ def before_weight(pieces: Chain) -> Chain:
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """What a slot holds: a sum of paths, each of which gives (row, channel). A row is a token of a sample.
+    """The content of a slot: a sum of paths, each of which gives (row, channel). A row is a token of a sample.
 
     Attributes:
         shape: Shape of the slot.
@@ -138,7 +138,7 @@ class Paths:
         return self.shape[-1] == self.width and (self.is_channel[-1] or self.width == 1)
 
     def then(self, *pieces: Piece) -> Paths:
-        """The same with further pieces at the end of every path."""
+        """A copy with further pieces at the end of every path."""
         return replace(self, paths=tuple([Path(path.source, (*path.pieces, *pieces)) for path in self.paths]))
 
     def from_here(self, slot: int) -> Paths:
@@ -146,19 +146,19 @@ class Paths:
         return replace(self, paths=(Path(slot),))
 
     def numbers(self, of_channels: bool) -> Tensor:
-        """The number of the channel, or of the row, at every place of the slot."""
+        """The index of the channel, or of the row, at every place of the slot."""
         counted = [n if is_one == of_channels else 1 for n, is_one in zip(self.shape, self.is_channel, strict=True)]
         return torch.arange(math.prod(counted)).view(counted).expand(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionStep:
-    """Attention meeting values.
+    """Attention times values.
 
     Attributes:
         slot: What it gave.
         shape: Samples, heads, tokens, channels of a head.
-        values: What was mixed: (row, head · channel of a head); values that heads share are repeated.
+        values: The values: (row, head · channel of a head); values that heads share are repeated.
         matrix: Gives A as (sample, head, out_token, in_token).
     """
 
@@ -188,7 +188,7 @@ class StepReader:
         self.mixing: AttentionStep | None = None
 
     def read(self, step: Step) -> None:
-        """One more step.
+        """Read one more step.
 
         Raises:
             NotFoldable: it is neither a map of single tokens nor the first attention.
@@ -211,11 +211,11 @@ class StepReader:
         return self.moved(self.found[step.slots[0]], partial(move, self.program, step))
 
     def moved(self, value: Paths, move: Callable[[Tensor], Tensor]) -> Paths:
-        """A value after a move, found by moving the numbers of its rows and channels."""
+        """A value after a move, found by moving its row and channel indices."""
         rows, channels = move(value.numbers(of_channels=False)), move(value.numbers(of_channels=True))
         shape = tuple(rows.shape)
         is_channel = tuple([_counts_channels(rows, channels, axis) for axis in range(len(shape))])
-        # Rows vary along their own axes alone and channels along theirs, so that the first of all others stand for all.
+        # Row indices vary only along row axes and channel indices along channel axes: one entry of other axes suffices.
         rows = rows[tuple([slice(1) if is_one else slice(None) for is_one in is_channel])].flatten()
         channels = channels[tuple([slice(None) if is_one else slice(1) for is_one in is_channel])].flatten()
         if not torch.equal(rows, torch.arange(self.n_samples * self.n_tokens)):
@@ -225,11 +225,11 @@ class StepReader:
         return found if is_same else found.then(Piece("take", channels))
 
     def expanded(self, value: Paths, shape: Sequence[int]) -> Paths:
-        """A value repeated along axes of length one, and along new ones in front."""
+        """A value repeated along axes of length one, and along new leading axes."""
         return value if value.shape == tuple(shape) else self.moved(value, lambda numbers: numbers.expand(tuple(shape)))
 
     def scaled(self, value: Paths, by: Any) -> Paths:
-        """A value multiplied by a constant, whatever that varies with."""
+        """A value multiplied by a constant, along whatever axes the constant varies."""
         by = by if isinstance(by, Tensor) else torch.tensor(by, dtype=torch.float64)
         value = self.expanded(value, np.broadcast_shapes(value.shape, by.shape))
         # With a single token nothing varies by row; a factor with all axes was computed from it and is not a weight.
@@ -247,7 +247,7 @@ class StepReader:
         return value.then(Piece("gain", by) if per_channel else Piece("token", by[:, 0]))
 
     def added(self, a: Any, b: Any) -> Paths:
-        """A sum of two values, of which one may be constant: that is left out."""
+        """A sum of two values; a constant one is left out."""
         shape = np.broadcast_shapes(getattr(a, "shape", ()), getattr(b, "shape", ()))
         a, b = (self.expanded(one, shape) if isinstance(one, Paths) else None for one in (a, b))
         if a is None or b is None:
@@ -257,7 +257,7 @@ class StepReader:
         return replace(a, paths=(*a.paths, *b.paths))
 
     def mixed(self, slot: int, values: Paths, form: Callable[[], Tensor]) -> Paths:
-        """What attention makes of values (…, token, channel of a head): a source of its own.
+        """The result of attention over values (…, token, channel of a head): a source of its own.
 
         Args:
             slot: Its result.
@@ -289,7 +289,7 @@ def _counts_channels(rows: Tensor, channels: Tensor, axis: int) -> bool:
     if rows.shape[axis] == 1:
         return False
     by_row, by_channel = (numbers.stride(axis) != 0 for numbers in (rows, channels))
-    if by_row and by_channel:  # the move made a copy, so that strides say nothing
+    if by_row and by_channel:  # the move made a copy, so strides say nothing
         by_row, by_channel = (bool((n != n.narrow(axis, 0, 1)).any()) for n in (rows, channels))
         if by_row and by_channel:
             raise NotFoldable("an axis counts tokens and channels together")
@@ -309,7 +309,7 @@ READERS: dict[str, Callable[..., Paths]] = {
 
 
 def reads(name: str) -> Callable[[Callable[..., Paths]], Callable[..., Paths]]:
-    """Register what an operation does to paths."""
+    """Register the effect of an operation on paths."""
     return lambda function: READERS.setdefault(name, function)
 
 
@@ -397,13 +397,13 @@ class Wiring:
 
     Attributes:
         program: The program that was read.
-        found: What was found at each slot from the stream on, or in a parallel block from the input on.
+        found: The paths at each slot from the stream on, or in a parallel block from the input on.
         mixing: Its attention.
-        value: V, from the input to what is mixed.
+        value: V, from the input to the values.
         out: O, from the mixture to the stream; in a parallel block to the next state.
         carry: C, from the input to the stream; empty in a parallel block.
         inner: E, from the stream, or in a parallel block from the input, to the next state.
-        own: The same to the end of the block itself, which a final norm comes after; O as well in a parallel block.
+        own: E to the end of the block itself, before a final norm; in a parallel block O as well.
         is_parallel: Whether attention and feed-forward both take the input.
         start: The slot that E begins at: the stream, or in a parallel block the input.
     """
@@ -431,7 +431,7 @@ class Wiring:
 
     @property
     def first(self) -> Chain:
-        """What the stream passes before it divides, if a norm is among it: the first norm of a post-LN block."""
+        """The pieces before the stream divides, if they include a norm: the first norm of a post-LN block."""
         alike = zip(*[path.pieces for path in (*self.streams, *self.branches)], strict=False)
         shared = tuple([pieces[0] for pieces in takewhile(lambda pieces: len(set(pieces)) == 1, alike)])
         return shared if self.branches and not self.is_parallel and has_norm(shared) else ()
@@ -446,7 +446,7 @@ def wiring(program: Program, n: int, name: str) -> Wiring:
 
     Args:
         program: From the state that enters it to the next one.
-        n: The block, which its own steps belong to; what comes after them is a final norm.
+        n: The block; steps that do not belong to it are a final norm.
         name: Name of the model, for errors.
 
     Raises:
@@ -498,12 +498,12 @@ def _from(source: int, paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _passed_by_all(program: Program) -> set[int]:
-    """The slots that everything on its way from the input to the output passes through."""
+    """The slots that every way from the input to the output passes through."""
     last = {slot: place for place, step in enumerate(program.steps) for slot in step.slots}
     last[program.outputs[0]] = len(program.steps)
     latest, found = last.get(program.inputs[0], -1), set[int]()
     for place, step in enumerate(program.steps):
-        if latest <= place:  # nothing that was there before is read again
+        if latest <= place:  # no earlier slot is read again
             found.add(step.out)
         latest = max(latest, last[step.out])
     return found

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tensorlens.program.program import Program
 
 WIDTH = 84
-"""Where the column of module paths begins, at most."""
+"""The column at which module paths begin, at most."""
 
 NAMES = {"inverse": "1/σ", "unit": "x̂"}
-"""Names of arguments as a reader knows them, where the code has others."""
+"""Names of arguments as readers know them, if the code uses different ones."""
 
 
 def printed(program: Program) -> str:
@@ -85,7 +85,7 @@ def _line(program: Program, step: Step, names: Mapping[int, str], prefix: str, w
 
 @cache
 def _parameters(operation: str) -> tuple[str, ...]:
-    """Names of the arguments of an operation; empty for functions of torch, which have no signature to ask."""
+    """Names of the arguments of an operation; empty for functions of torch, which report no signature."""
     found, one = (), OPERATIONS[operation]
     with suppress(ValueError):
         found = tuple(signature(one.run).parameters if one.transpose is None else signature(one.transpose).parameters)

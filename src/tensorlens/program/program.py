@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 def without_gradients(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The same as `torch.no_grad`, which takes longer than a short program."""
+    """`torch.no_grad`, but faster: torch's own takes longer than a short program."""
 
     @wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -49,7 +49,7 @@ def without_gradients(function: Callable[Parameters, Result]) -> Callable[Parame
 
 
 class SideChannelError(AnatomyError):
-    """A part of a program reads values from before its beginning that are not among its inputs."""
+    """A part of a program reads values from before its start that are not among its inputs."""
 
     def __init__(self, slots: Collection[int], module: str) -> None:
         super().__init__(f"`{module or 'the model'}` also reads what earlier blocks or the embeddings left for it.")
@@ -62,7 +62,7 @@ class Program:
 
     Attributes:
         steps: In order.
-        constants: What they hold.
+        constants: The constants that they read.
         specs: Shape, dtype and device of each slot.
         inputs: Slots that are given to a run.
         outputs: Slots that a run returns.
@@ -79,7 +79,7 @@ class Program:
         return printed(self)
 
     def _repr_html_(self) -> str:
-        """As it prints, for a notebook."""
+        """The printed text, for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     # Parts: each is a program again -----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Program:
 
     @without_gradients
     def run_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """`run` for several inputs, all through one block before the next, whose constants are fetched once."""
+        """`run` for several inputs: all go through one block before the next, which fetches its constants once."""
         every, kept = [dict(zip(self.inputs, given, strict=True)) for given in several], set(self.outputs)
         for places in self.by_block if len(every) > 1 else [range(len(self.steps))]:
             for values in every:
@@ -258,7 +258,7 @@ class Program:
 
     @without_gradients
     def pull_each(self, several: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """`pull` for several cotangents, all through one block before the next, whose constants are fetched once."""
+        """`pull` for several cotangents: all go through one block before the next, which fetches its constants once."""
         every = list[dict[int, Tensor]]()
         for cotangents in several:
             waiting: dict[int, Tensor] = {}
@@ -410,7 +410,7 @@ class Pieces:
         given = {slot: self.at_cuts[slot] for slot in piece.inputs}
         made = [slot for slot in slots if slot in piece.makers]
         found = piece.part(piece.inputs, made).observe(list(given.values()), made) if made else {}
-        # A state that nothing after it depends on was dropped with its steps.
+        # A state that no later step reads was dropped with its steps.
         return {slot: found[slot] if slot in found else self.at_cuts[slot] for slot in slots}
 
     @cached_property
@@ -432,11 +432,11 @@ class Pieces:
         Args:
             n: Which piece.
             waiting: Cotangents of slots of this piece and of earlier ones.
-            slots: Where in this piece they are asked for.
+            slots: Slots of this piece whose cotangents are requested.
             stop: Slots through which nothing goes further back.
 
         Returns:
-            The cotangents that were asked for, and those that now wait at earlier pieces.
+            The requested cotangents, and those that now wait at earlier pieces.
         """
         piece = self.programs[n]
         here = {slot: u for slot, u in waiting.items() if slot in piece.makers}
@@ -457,7 +457,7 @@ def of_each(function: Callable[[Any], Any], items: Any) -> Any:
 
     Args:
         function: Takes one tensor, or a dictionary of them.
-        items: The same with an axis more in front.
+        items: The same, with a leading axis.
     """
     n_items = len(next(iter(items.values()))) if isinstance(items, dict) else len(items)
     if n_items > 1:
@@ -471,7 +471,7 @@ def of_each(function: Callable[[Any], Any], items: Any) -> Any:
 
 
 def _together(function: Callable[[Any], Any], items: Any) -> Any:
-    # torch warns of operations that it takes one by one; we would do no better.
+    # torch warns about operations that it runs one by one; we could not do better.
     _set_vmap_fallback_warning_enabled(False)
     try:
         return torch.vmap(function)(items)

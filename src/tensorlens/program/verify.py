@@ -80,7 +80,7 @@ def verify(program: Program) -> None:
 
 
 def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:
-    """What is wrong with a step, or None."""
+    """The fault of a step, or None."""
     allowed, n_live = _PLACES.get(step.operation), len(step.slots)
     if allowed is None:
         return "is not known to be linear in anything"

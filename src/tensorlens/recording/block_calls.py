@@ -35,7 +35,7 @@ class BlockCall:
         n: Index of this block call.
         module: The block.
         path: Where it is in the model.
-        args: Its arguments, the state among them.
+        args: Its arguments, including the state.
         kwargs: Its named arguments.
         entry: Index of the state among the tensors it takes.
         place: Index of the state among the tensors it returns.
@@ -56,7 +56,7 @@ class BlockCall:
     is_closed: bool
 
     def like(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
-        """The same call of another module."""
+        """This call on another module."""
         return replace(self, module=module, args=args, kwargs=kwargs)
 
     def run(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class BlockCall:
         found = self._record(x, run, places)
         if not run.changed_constants():
             return found
-        copying = Tape(rules, weights=places.weights, copies=True)  # it has overwritten a constant
+        copying = Tape(rules, weights=places.weights, copies=True)  # the block has overwritten a constant
         return self._record(x, copying, places)
 
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
@@ -123,9 +123,9 @@ class _Kept:
 
     Attributes:
         steps: Its steps, without the dead ones.
-        places: The number of each of them among all steps of the block, counted before the dead ones were dropped.
-        held: The places of the constants that only this block reads, weights left out.
-        output: The state that the block gave, if its constants were dropped; None if they are kept.
+        places: The index of each step among all steps of the block, before the dead ones were dropped.
+        held: The places of the constants that only this block reads, without weights.
+        output: The block's output state, if its constants were dropped; None if they are kept.
     """
 
     steps: list[Step]
@@ -138,7 +138,7 @@ class KeptBlocks:
     """The blocks of a recording in progress, and which of their constants are kept.
 
     Args:
-        weights: The model's; their device is the one whose memory is shared out.
+        weights: The model's weights; their device is the one whose memory is budgeted.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
@@ -170,14 +170,14 @@ class KeptBlocks:
                 run.forget_constant(n)
 
     def _has_room(self, size: int) -> bool:
-        """Whether so many bytes more are within their share of memory, which is only queried if there are many."""
+        """Whether this many more bytes fit into the recording's share of memory; small ones fit without a query."""
         spent = self._spent + size
         if spent > SHARE_OF_RECORDING * ALWAYS_FITS and not self._budget:
             self._budget = SHARE_OF_RECORDING * (free_bytes(self._device) + spent)
         return spent <= max(self._budget, SHARE_OF_RECORDING * ALWAYS_FITS)
 
     def make_fetchable(self, constants: Constants, states: Sequence[Tensor], rules: Rules) -> None:
-        """Tell `constants` how to fetch those that were dropped: by recording their block again from its state."""
+        """Tell `constants` how to recompute those that were dropped: by recording their block again from its state."""
         gone = {n: kept.held for n, kept in enumerate(self._blocks) if kept.output is not None}
         if not gone:
             return
@@ -192,7 +192,7 @@ class KeptBlocks:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Whether a module has weights that a hook brings when it runs."""
+    """Whether a module has weights that a hook loads when it runs."""
     return any(p.is_meta for p in module.parameters())
 
 

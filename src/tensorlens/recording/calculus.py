@@ -1,6 +1,6 @@
-r"""Building blocks of rules: values that are held, and affine functions that replace nonlinear steps.
+r"""Building blocks of rules: held values, and affine functions that replace nonlinear steps.
 
-Each has the model's value at X; the constant that achieves this is added, and so belongs to B. `by_derivative` serves
+Each has the model's value at X: a constant is added to achieve this, and it belongs to B. `by_derivative` serves
 functions without a rule of their own, for rule sets that follow derivatives, and kernels that are linear in a factor.
 """
 
@@ -27,11 +27,11 @@ WEIGHTS: dict[str, tuple[float, float]] = {
     "half": (0.5, 0.5),
     "taylor": (1.0, 1.0),
 }
-"""Shares of a product that follow its first factor and its second."""
+"""Shares of a product that follow its first and its second factor."""
 
 
 def scaled(x: Live, factor: Tensor, value: Tensor, role: Role | None = None, added: Any = None) -> Live:
-    """`x` ⊙ factor + added, with the value that the model itself has there."""
+    """`x` ⊙ factor + added, with the model's own value."""
     run = now.tape
     factor = factor if factor.dtype == value.dtype else raw(Tensor.to, factor, value.dtype)
     if added is None:
@@ -45,7 +45,7 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
     def parts() -> tuple[Tensor, Tensor]:
         x0 = at_least_float32(value_of(x))
         slope = slope_of(function, x0)
-        # What is masked by an infinity does not move.
+        # An entry that is masked by an infinity does not move.
         is_finite = x0.isfinite() & slope.isfinite()
         slope = torch.where(is_finite, slope, 0)
         return slope, value - torch.where(is_finite, slope * x0, 0).to(value.dtype)
@@ -56,7 +56,7 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Enable autograd in this context: at the level of kernels and in inference mode torch switches it off."""
+    """Enable autograd in this context: torch switches it off at the level of kernels and in inference mode."""
     kept, left_out = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     for key in ("ADInplaceOrView", "AutogradOther", "AutogradFunctionality"):
         left_out = left_out.remove(getattr(torch._C.DispatchKey, key))
@@ -90,13 +90,13 @@ def product(
     r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
 
     Args:
-        value: What the bilinear function gave.
+        value: The result of the bilinear function.
         operation: Its name in programs; it takes the two factors.
         a: The first factor.
         b: The second factor.
         how: A key of `WEIGHTS`.
         role: Role of the result.
-        note: The convention it rests on.
+        note: The convention behind it.
     """
     run = now.tape
     of_a, of_b = WEIGHTS[how]
@@ -125,7 +125,7 @@ def is_same_tensor(a: Any, b: Any) -> bool:
 
 
 def by_derivative(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function by its derivative in everything live; a function of several kernels is taken kernel by kernel."""
+    """Replace a function by its derivative in all live arguments; a function of several kernels, kernel by kernel."""
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:

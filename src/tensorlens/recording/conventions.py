@@ -38,18 +38,18 @@ class Rules(Printed):
             both $AV$ and the scores $QK^\top$ follow the choice.
         gate: Elementwise products of live tensors. In a gated feed-forward $W_d(\varphi(W_g x) \odot (W_u x))$,
             ``"freeze_gate"`` holds $\varphi(W_g x)$ and stays linear in the up branch (the default) and
-            ``"freeze_up"`` holds $W_u x$ and stays linear in the gate; both hold a sigmoid and its kin where they meet
+            ``"freeze_up"`` holds $W_u x$ and stays linear in the gate; both hold sigmoids and the like where they meet
             a live tensor (output gates, routers, the gates of recurrences). ``"half"`` and ``"taylor"`` hold neither.
         norm: Statistics ($1/\sigma$, norms, logarithms) and division by a live tensor.
-        activation: Activations, score soft-caps among them. Powers follow Taylor if `norm` or `activation` does.
-        sink: What attention takes from the first position, to which heads attend when nothing else matters. ``"live"``
+        activation: Activations, including soft caps of scores. Powers follow Taylor if `norm` or `activation` does.
+        sink: What attention takes from the first position, where heads attend if nothing else matters. ``"live"``
             leaves it in that token's column. ``"hold"`` holds the values there, from the first block in which they no
             longer depend on the token, so the column splits into the word's contribution and the sink's, which goes
             into B. A number holds them from that block on. It needs `attention` held and a model in which the first
             position sees no other; every other column stays as it is.
         softmax_temperature: The temperature τ of the derivative of a softmax, where the attention matrix is live:
             $A = A^0 + (\mathrm{diag}\,s - s s^\top)(S - S^0)$ with $s = \mathrm{softmax}(S^0/τ)$. At 1 it is the
-            softmax's own derivative; above 1, a saturated softmax still passes something on.
+            softmax's own derivative; above 1, a saturated softmax still has a derivative.
         include_final_norm: Whether the output state $X^N$ is taken after the model's final norm.
     """
 
@@ -167,7 +167,7 @@ class Rules(Printed):
 
     @property
     def holds_factors(self) -> bool:
-        """Whether every step is a product with held factors, so that a block can be written as matrices of them."""
+        """Whether every step is a product with held factors, so that a block can be written as matrices."""
         return self.attention == "hold" and self.norm == "hold" and self.activation == "gain" and self.gate != "taylor"
 
     def as_dict(self) -> dict[str, str | float]:

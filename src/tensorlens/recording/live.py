@@ -1,4 +1,4 @@
-"""A tensor that knows its slot: the rules go with it wherever the model's code passes it."""
+"""Tensors that know their slot: the rules go with them wherever the model's code passes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorlens.recording.roles import Role
 
 
 class _Thread(threading.local):
-    """What belongs to a thread."""
+    """The state of one thread."""
 
     tape: Any = None
 
@@ -49,14 +49,14 @@ class Followed(Tensor):
     `role`: what it came from, as far as a product needs to know.
     `of`: the tape it belongs to.
 
-    Being a subclass, it works under any mode of the model's own, and other threads see nothing of it. Sizes and types
-    are asked for all the time, and are answered without a detour.
+    Being a subclass, it works under any mode of the model's own, and other threads do not notice it. Sizes and types
+    are read all the time, so they are answered without running a rule.
     """
 
     role: Role | None = None
     of: Any
     __torch_function__: Any
-    """`tape.by_rule` itself, and no method that calls it: this runs for every function of a pass."""
+    """`tape.by_rule` itself, not a method that calls it: this runs for every function of a pass."""
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """The same numbers in new memory, live on the same tape: a copied tape would not belong to the recording."""
@@ -99,7 +99,7 @@ class Live(Followed):
     """A tensor that depends on the program's input.
 
     `slot`: its place on the tape.
-    `spec`: its shape, type and device, which are asked for all the time.
+    `spec`: its shape, type and device, which are read all the time.
     `stamp`: the version of its memory for which the slot is right; a write through another view moves it on.
     `seen`: the slot of its memory when it was last read, for tensors of which torch counts no versions.
     """
@@ -119,7 +119,7 @@ class WithRole(Followed):
 
 
 class Whole(WithRole):
-    """Integers that live numbers were cast to; `behind`: those live numbers, truncated, if known."""
+    """Integers that live numbers were cast to; `behind` holds the live numbers, truncated, if they are known."""
 
     behind: Live | None = None
 
@@ -128,7 +128,7 @@ FOLLOWED = frozenset([Live, WithRole, Whole])
 
 
 def elsewhere(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function outside of a recording; one of a live tensor is refused: another thread is recording it."""
+    """Run a function outside of a recording; refuse a live tensor, which another thread is recording."""
     for tensor in found_in(args, kwargs):
         if type(tensor) is Live and tensor.of.is_running:
             name = getattr(function, "__name__", str(function))
@@ -146,7 +146,7 @@ def is_live(value: Any) -> TypeIs[Live]:
 
 
 def role_of(value: Any) -> Role | None:
-    """What a tensor came from."""
+    """The origin of a tensor."""
     return value.role if type(value) in FOLLOWED else None
 
 

@@ -1,4 +1,4 @@
-"""Module calls of a recording: where in the model it is, and adapters; and the weights as they were then."""
+"""Module calls of a recording: the path of the running module, adapters, and the weights as they were."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tensorlens.recording.writes import address_of
 
 Forward = Callable[..., Any]
 At = Callable[[nn.Module, str, Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""What to do at a module: takes it, its path, its forward, and the arguments of the call."""
+"""An action at a module: takes the module, its path, its forward and the arguments of the call."""
 
 
 class ModuleOutput(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a module gave: its slot, or None where all of it is held."""
+    """The output of a module: its slot, or None if all of it is held."""
 
     path: str
     slot: int | None
@@ -44,7 +44,7 @@ class ModulePlaces:
 
     Attributes:
         names: Paths of the modules, by identity.
-        weights: Parameters and buffers by their paths; one that modules share comes once for each.
+        weights: Parameters and buffers by their paths; a shared one has an entry for each path.
     """
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
@@ -61,7 +61,7 @@ class ModulePlaces:
                         self.weights |= _parts(full, weight)
 
     def adapted(self) -> dict[int, str]:
-        """Modules that have an adapter by their place in their parent, by identity, and those places."""
+        """The modules that have an adapter because of their place in their parent: that place, by identity."""
         places = adapted_places()
         parents = {kind: qualified(kind) for kind in set(map(type, self.tree.values()))}
         wanted = {kind: name for kind, name in parents.items() if name in places}
@@ -74,7 +74,7 @@ class ModulePlaces:
 
 
 def _parts(name: str, weight: Any) -> dict[str, Tensor]:
-    """A weight by its name, or the tensors that it is packed into by theirs."""
+    """A weight by its name, or, for a packed weight, its parts by their names."""
     if not hasattr(weight, "__tensor_flatten__"):
         return {name: weight}
     return {f"{name}.{part}": getattr(weight, part) for part in weight.__tensor_flatten__()[0]}
@@ -87,11 +87,11 @@ class ModuleCalls:
         places: Where modules are.
         run: The tape.
         at: What to do at modules that are watched.
-        watched: These, by identity.
+        watched: The modules that are watched, by identity.
 
     Attributes:
-        outputs: What each module gave, once `is_noting` says so, in the order in which they returned.
-        choices: The experts that modules were told to take.
+        outputs: The output of each module, in the order in which they returned, recorded while `is_noting` is set.
+        choices: The experts whose numbers were passed to modules.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ModuleCalls:
             path.pop()
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Note what a module gave, and the experts that it was told to take."""
+        """Note the output of a module, and the numbers of the experts that were passed to it."""
         state = output[0] if type(output) is tuple and output else output
         state = state if type(state) is Live else raw(main_tensor, output)
         if type(state) is Live:
@@ -143,7 +143,7 @@ class ModuleCalls:
                 self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
 
     def _forward(self, module: nn.Module, call: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a module: by its adapter if it has one and something live comes in."""
+        """Run a module, by its adapter if it has one and a live tensor comes in."""
         kind = type(module)
         if kind not in self._plain:
             self._plain[kind] = not has_adapter(kind) and not calls_kernels(kind.forward)

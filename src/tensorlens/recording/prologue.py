@@ -1,8 +1,8 @@
 """What a model computes from its first state before the first block runs.
 
 A skip from the embedding (`skip = x.clone()`, added back after the last block) is a function of $X^0$ like everything
-else, but it is computed before the state enters the first block and becomes live. So the torch functions before that
-are noted, and those that took the state are run again once it is live.
+else, but it is computed before the state enters the first block and becomes live. The torch functions before that
+are therefore noted, and those that took the state are run again once it is live.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NOTED = (Tensor, tuple, list)
 """Types of results that are noted."""
 
 SAME = frozenset(["clone", "contiguous", "detach", "to", "dropout", "alias"])
-"""Functions that may return the numbers they take: the argument is the state as much as the result."""
+"""Functions that may return the numbers they take, so that the argument is the state as well as the result."""
 
 
 class Prologue(TorchFunctionMode):
-    """Notes the functions that run before the first block, until they are repeated."""
+    """Notes the functions that run before the first block, so that they can be repeated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Prologue(TorchFunctionMode):
         self._is_noting = True
 
     def pause(self) -> None:
-        """Stop noting, and keep the notes: what follows is the library's own code, not the model's."""
+        """Stop noting, and keep the notes: the code that follows is the library's, not the model's."""
         if self._is_noting:
             self._is_noting = False
             self.__exit__(None, None, None)
@@ -61,11 +61,11 @@ class Prologue(TorchFunctionMode):
         return result
 
     def birth_of(self, state: Tensor) -> int | None:
-        """The number of the noted function that last returned a state, if one did."""
+        """The index of the noted function that last returned a state, if any."""
         return next((n for n in reversed(range(len(self._calls))) if self._calls[n][3] is state), None)
 
     def repeat(self, run: Tape) -> None:
-        """Run those noted functions again whose arguments are live by now, and stop noting."""
+        """Run the noted functions whose arguments are live by now again, and stop noting."""
         calls = list(self._calls)
         self.stop()
         for function, args, _, result in reversed(calls):  # the state may be a copy of what others read
@@ -74,7 +74,7 @@ class Prologue(TorchFunctionMode):
                 run.writes.borrow(args[0], run.slot_of(result))
         for function, args, kwargs, result in calls:
             if not kwargs and SIMPLE.issuperset(map(type, args)):
-                continue  # as most: made of positions and masks alone
+                continue  # the usual case: made only of positions and masks
             if not found_in(args, kwargs) or found_in(result):
                 continue
             if (name := name_of(function)).endswith("_") or name in DESCRIBES:
@@ -89,9 +89,9 @@ class Reborn(TorchFunctionMode):
     """Gives a state a different value where it is made, so everything computed from it uses that value.
 
     Args:
-        birth: Which of the noted functions makes it.
-        value: In the model's own layout.
-        kept: Gives tensors that nothing may be written into: the model's weights, and what it was called with.
+        birth: The index of the noted function that makes it.
+        value: The value, in the model's own layout.
+        kept: Gives the tensors that must not be written to: the model's weights and the arguments of the pass.
     """
 
     def __init__(self, birth: int, value: Tensor, kept: Callable[[], Iterable[Tensor]]) -> None:
@@ -104,17 +104,17 @@ class Reborn(TorchFunctionMode):
         if self._left >= 0:
             self._left -= isinstance(result, NOTED)
             if self._left < 0:
-                # Written over, so that views see the new value too; what must not change is copied.
+                # Written in place, so that views see the new value too; memory that must not change is copied first.
                 return self._value.clone() if self._must_stay(result, (args, kwargs)) else result.copy_(self._value)
         return result
 
     def _must_stay(self, result: Any, given: Any) -> bool:
-        """Whether a result lies in memory that is kept: then it is a view of what the function took."""
+        """Whether a result lies in memory that is kept: then it is a view of an argument of the function."""
         place = address_of(result)
         return place in map(address_of, tensors_in(given)) and place in map(address_of, self._kept())
 
     def leave(self) -> None:
-        """Look no further, in the middle of the model's own code, unless that has a mode of its own by now."""
+        """Stop looking, in the middle of the model's own code, unless that code has set a mode of its own by now."""
         if self._is_on and _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
@@ -129,5 +129,5 @@ def _parts(result: Any) -> list[Any]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; False if one was written to since."""
+    """Whether two tensors hold the same numbers; False if one was written to in between."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(raw(torch.allclose, a, b, equal_nan=True))

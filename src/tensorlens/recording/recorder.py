@@ -1,4 +1,4 @@
-"""`record` runs a model once and keeps the program it leaves behind. A `Recorder` is one pass under way.
+"""`record` runs a model once and returns its program. A `Recorder` is one pass under way.
 
 It knows where live values begin, where the blocks are and where the pass ends.
 """
@@ -44,22 +44,22 @@ Forward = Callable[..., Any]
 
 
 class Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so no model catches it."""
+    """Ends a pass early. Not an `Exception`, so that no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
 
 
 class StartEarly(BaseException):
-    """Asks for a new pass that is live from the embeddings on."""
+    """Requests a new pass that is live from the embeddings on."""
 
 
 class OtherParts(BaseException):
-    """Asks for a new anatomy: other blocks ran on this input, or the same blocks a different number of times."""
+    """Requests a new anatomy: different blocks ran on this input, or the same blocks a different number of times."""
 
 
 class Recorder:
-    """One pass: what it does at each module, and what it has learnt so far.
+    """One pass: its action at each module, and what it has found so far.
 
     Args:
         anatomy: The model and where its parts are.
@@ -73,7 +73,7 @@ class Recorder:
         self.slots: list[tuple[int, ...]] = []
         self.states: list[Tensor] = []
         self.begun: list[tuple[int, Tensor]] = []
-        """The inputs of the program: slots, and the states that began there."""
+        """The inputs of the program: slots, and the states that begin there."""
         self.memory: tuple[int, Tensor] | None = None
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
@@ -98,7 +98,7 @@ class Recorder:
         self.blocks = KeptBlocks(places.weights.values())
 
     def go(self) -> Recording | None:
-        """Run the model and return what was learnt; None if no block ran."""
+        """Run the model and return the recording; None if no block ran."""
         run, anatomy = self.run, self.anatomy
         try:
             methods_of = anatomy.blocks if anatomy.by_methods else ()
@@ -113,7 +113,7 @@ class Recorder:
                 return self._recording(readout) if self.n_entered else None
         finally:
             self.prologue.stop()
-            self.calls.at = None  # it refers to this recorder: without the cycle, tensors go with their last user
+            self.calls.at = None  # without this cycle, tensors are freed as soon as nothing uses them
             run.close()
             if run.refused is not None:
                 raise run.refused
@@ -168,7 +168,7 @@ class Recorder:
         )
 
     def _head(self, readout: Tensor) -> Head | None:
-        """Weight and bias of the unembedding, fetched if accelerate has put them off the device."""
+        """Weight and bias of the unembedding, fetched if accelerate has off-loaded them."""
         unembedding = self.anatomy.unembedding
         if unembedding is None:
             return None
@@ -237,7 +237,7 @@ class Recorder:
     def _call(
         self, n: int, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], state: Tensor
     ) -> BlockCall:
-        """How a block is called, with values instead of live tensors."""
+        """The call of a block, with values instead of live tensors."""
         is_repeatable = all(map(is_plain, (*args, *kwargs.values())))
         is_closed = is_repeatable and not self._encoder and not self.starts_at_embedding
         is_closed &= all(x is state or not is_live(x) for x in found_in(args, kwargs))
@@ -259,7 +259,7 @@ class Recorder:
     # States -----------------------------------------------------------------------------------------------------------
 
     def _enter(self, n: int, state: Tensor, module: nn.Module, beside: tuple[Any, ...]) -> Tensor:
-        """The state that enters block n, live: made so where a stream of the input begins."""
+        """The live state that enters block n; it is made live where a stream of the input begins."""
         run, in_encoder = self.run, id(module) in self._encoder
         begins_decoder = not in_encoder and self.n_encoder_blocks is None
         if begins_decoder:
@@ -267,7 +267,7 @@ class Recorder:
         if not is_live(state) and (n == 0 or begins_decoder):
             layout = self._layout(state, n)
             if n == 0 and len(layout.channels) > 1 and self._has_embedded:
-                raise StartEarly  # several streams are made of one
+                raise StartEarly  # several streams were made from one
             self.birth = self.prologue.birth_of(state) if n == 0 else self.birth
             alike = [x for x in beside if type(x) is Tensor and x is not state and x.shape == state.shape]
             alike = [x for x in alike if torch.equal(x, value_of(state))]
@@ -290,7 +290,7 @@ class Recorder:
         return state
 
     def _kept(self, tokens: Tensor) -> tuple[int, Tensor]:
-        """The slot of a state and a copy of its value, which nothing writes to later."""
+        """The slot of a state, and a copy of its value that nothing writes to later."""
         return self.run.slot_of(tokens), raw(Tensor.clone, tokens)  # type: ignore[arg-type]
 
     def _begin(self, state: Tensor, layout: AxisLayout) -> Tensor:
@@ -306,7 +306,7 @@ class Recorder:
         return run.writes.borrow(state, run.slot_of(native))
 
     def _mark(self, state: Tensor, layout: AxisLayout) -> Live:
-        """A state as (sample, token, channel). A model of another layout continues from it, turned back."""
+        """A state as (sample, token, channel). A model with a different layout continues from it, converted back."""
         tokens = layout.to_tokens(state)
         if tokens is not state and is_live(state):
             state.slot = self.run.slot_of(layout.to_native(tokens))  # type: ignore[attr-defined]
@@ -319,7 +319,7 @@ class Recorder:
         return tokens  # type: ignore[return-value]
 
     def _layout(self, state: Tensor, n: int) -> AxisLayout:
-        """How the state entering block n is laid out, or the last one."""
+        """The layout of the state that enters block n, or of the last state."""
         channels = self.anatomy.channels
         key = state.shape, channels[n] if channels and n < len(channels) else None
         if key not in self._layouts:
@@ -344,7 +344,7 @@ class Recorder:
         self.memory = self._kept(memory)
 
     def _join_streams(self, decoder: Live) -> None:
-        """What entered the encoder's blocks, with what waits at the decoder."""
+        """The state that entered the encoder's blocks, joined with the one that waits at the decoder."""
         name = type(self.anatomy.model).__name__
         if self.memory is None:
             raise AnatomyError(
@@ -381,7 +381,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         anatomy: The model and where its parts are.
         inputs: Keyword arguments for the model's forward.
         rules: The conventions; the defaults of `Rules` if None.
-        n_samples: How many samples the inputs hold.
+        n_samples: Number of samples in the inputs.
     """
     inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
     try:
@@ -408,7 +408,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
 
 
 def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples: int) -> Recording | None:
-    """One anatomy tried; None if no block ran."""
+    """Try one anatomy; None if no block ran."""
     places, copies = ModulePlaces(anatomy.model), False
     while True:
         run = Tape(rules, weights=places.weights, n_samples=n_samples, copies=copies)
@@ -419,7 +419,7 @@ def _recorded(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules, n_samples:
             anatomy = replace(anatomy, starts_early=True)
             continue
         if not copies and run.changed_constants():
-            copies = True  # the model has overwritten a constant: record once more, with copies
+            copies = True  # the model has overwritten a constant: record again, with copies
             continue
         return found
 
@@ -439,7 +439,7 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
 
 
 def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs as they are now, for laws that run the model again: the caller may write over his own."""
+    """A copy of the inputs, for laws that run the model again: the caller may overwrite theirs."""
     return {name: raw(Tensor.clone, x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 

@@ -1,4 +1,4 @@
-r"""`Recording`: what one pass left behind. The program, the states on its way, and where it came from.
+r"""`Recording`: the result of one pass. The program, the states on its way, and where it came from.
 
 A state is (sample, token, channel). With an encoder it is the encoder's tokens, then the decoder's, so that every range
 of blocks composes with the next.
@@ -41,10 +41,10 @@ class Origin(NamedTuple):
 
     Attributes:
         anatomy: Where its parts are.
-        inputs: What it was called with.
+        inputs: The arguments it was called with.
         calls: How its blocks were called.
-        birth: Which torch function of a pass makes $X^0$, counted as `prologue` does; None if none was seen to.
-        weights: Its weights as they were.
+        birth: The index of the torch function that makes $X^0$, counted as in `prologue`; None if it was not seen.
+        weights: Its weights at the time of the recording.
     """
 
     anatomy: Anatomy
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
 
 
 class Head:
-    """The unembedding: logits are $W y + b$ of what it reads. Weights that were written to since are refused.
+    """The unembedding: logits are $W y + b$ of its input y. Weights that were written to since then are refused.
 
     Args:
         weight: W.
@@ -86,24 +86,24 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    r"""What one pass left behind.
+    r"""The result of one pass.
 
     Attributes:
-        program: All steps of the pass, from $X^0$ to what it ended with.
+        program: All steps of the pass, from $X^0$ to the readout.
         states: $X^0 … X^N$; `states[n]` enters block n, the last is the output, with an encoder the decoder's alone.
-        slots: The slots of each of them: one, or the encoder's and the decoder's.
+        slots: The slots of each state: one, or the encoder's and the decoder's.
         rules: The conventions in force.
-        readout: What the pass ended with: the input of the unembedding, or the logits of another head; None without a
+        readout: The end of the pass: the input of the unembedding, or the logits of a different head; None without a
             head.
         readout_slot: Its slot; None if it is not live.
-        head: The unembedding, where the readout is what it reads.
+        head: The unembedding, if the readout is its input.
         n_encoder_blocks: How many of the blocks are the encoder's.
         starts_at_embedding: Whether $X^0$ is the token embeddings, because the first block takes only a part of them.
-        mixtures: Where attention met values.
-        meetings: Where queries met keys.
+        mixtures: Where attention multiplied values.
+        meetings: Where queries multiplied keys.
         choices: The experts that were chosen.
         modules: The output of each module, in the order in which they returned.
-        gives_raw_logits: Whether the model gives logits as its unembedding does, without a soft cap or a scale.
+        gives_raw_logits: Whether the model's logits are those of its unembedding, without a soft cap or a scale.
         rules_applied: How often each rule was applied, by (rule, module).
         mixes_samples: The function and module that made a held value of several samples together; None if none did.
         name: Name of the model's class.
@@ -138,7 +138,7 @@ class Recording:
 
     @property
     def n_samples(self) -> int:
-        """How many samples were recorded together."""
+        """Number of samples that were recorded together."""
         return len(self.states[0])
 
     @property
@@ -148,7 +148,7 @@ class Recording:
 
     @property
     def pools(self) -> bool:
-        """Whether the head gives one set of logits for the whole input, and not one for each token."""
+        """Whether the head gives one set of logits for the whole input instead of one per token."""
         return self.head is None and self.readout is not None and self.readout.dim() == 2
 
     @property
@@ -157,7 +157,7 @@ class Recording:
         return not self.program.constants.is_complete
 
     def split(self, n: int) -> int:
-        """How many of the tokens of state n are the encoder's."""
+        """Number of tokens of state n that are the encoder's."""
         slots = self.slots[n]
         return self.program.specs[slots[0]].shape[1] if len(slots) > 1 else 0
 
@@ -168,7 +168,7 @@ class Recording:
 
     @cached_property
     def _by_head(self) -> dict[int, int]:
-        """The mixtures in which heads are distinguishable, by slot, and how many heads they have."""
+        """The mixtures in which heads can be distinguished: their number of heads, by slot."""
         found = {mixture.slot: count_heads(self.program, mixture) for mixture in self.mixtures}
         return {slot: n for slot, n in found.items() if n is not None}
 
@@ -198,7 +198,7 @@ class Recording:
     # Parts of the program ---------------------------------------------------------------------------------------------
 
     def part(self, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Program:
-        """The program from one state to another, or to what the head reads.
+        """The program from one state to another, or to the input of the head.
 
         Args:
             span: The range of blocks.
@@ -288,18 +288,18 @@ class Recording:
         return self._whole.values(block, slots)
 
     def scaled(self, heads: Heads) -> Program:
-        """All of the program, with multipliers of heads."""
+        """The whole program, with multipliers of heads."""
         return self.program.scaled(self._factors(heads)) if heads else self.program
 
     @cached_property
     def _whole(self) -> Pieces:
-        """All of the program, nothing dropped, cut where blocks end."""
+        """The whole program, nothing dropped, cut where blocks end."""
         return Pieces(self.program, self._ends(self.program, range(self.n_blocks - 1)), self._values_of_states)
 
     def _ends(self, program: Program, blocks: Iterable[int]) -> list[int]:
-        """How many steps there are up to the end of each block, where it has ended and the next state is made.
+        """The number of steps up to the end of each block, where the next state has been made.
 
-        The next state may have been made long before, where blocks hand on several streams; ends stay in order.
+        If blocks pass on several streams, the next state may have been made long before; the ends stay in order.
         """
         made = {step.out: place for place, step in enumerate(program.steps, 1)}
         last = {step.block: place for place, step in enumerate(program.steps, 1)}
@@ -321,20 +321,20 @@ class Recording:
         linear: bool = False,
         to_logits: bool = False,
     ) -> list[Tensor]:
-        """The same for several states, all through one block before the next."""
+        """`push` for several states; all go through one block before the next."""
         program = self.part(span, heads, to_logits=to_logits)
         found = (program.linear if linear else program).run_each([self._divided(program.inputs, x) for x in states])
         return [self._joined(parts) for parts in found]
 
     def pull(self, u: Tensor, span: Span, heads: Heads | None = None, *, to_logits: bool = False) -> Tensor:
-        r"""$T^\top u$ of one cotangent of the output, or of what the head reads: (sample, token, channel)."""
+        r"""$T^\top u$ for one cotangent of the output, or of the input of the head: (sample, token, channel)."""
         return self.pull_each([u], span, heads, to_logits=to_logits)[0]
 
     def pull_each(
         self, cotangents: Sequence[Tensor], span: Span, heads: Heads | None = None, *, to_logits: bool = False
     ) -> list[Tensor]:
-        """The same for several cotangents, all through one block before the next."""
-        program = self.part(span, heads, to_logits=to_logits)  # what is added has no transpose
+        """`pull` for several cotangents; all go through one block before the next."""
+        program = self.part(span, heads, to_logits=to_logits)  # added constants have no transpose
         found = program.pull_each([self._divided(program.outputs, u) for u in cotangents])
         return [self._joined(parts) for parts in found]
 
@@ -359,7 +359,7 @@ class Recording:
     # The head ---------------------------------------------------------------------------------------------------------
 
     def place_read(self, out_token: int) -> int:
-        """The row of the readout that belongs to an output: some models give their head the last token alone."""
+        """The row of the readout that belongs to an output: some models pass only the last token to their head."""
         readout, end = self.readout, self.states[-1]
         if readout is None or readout.dim() < 3 or readout.shape[1] == end.shape[1]:
             return out_token
@@ -372,7 +372,7 @@ class Recording:
 
     @cached_property
     def _places_read(self) -> list[int]:
-        """The output in each row of the readout, found by sending the numbers of the outputs through those steps."""
+        """The output in each row of the readout, found by sending the positions of the outputs through the steps."""
         if self.readout_slot is None:
             return []
         end = self.states[-1]
@@ -386,7 +386,7 @@ class Recording:
         return [int(row) for row in program.run(numbers)[0][0, :, 0]]
 
     def logits(self, readout: Tensor, out_token: int, classes: Tensor | None = None) -> Tensor:
-        """Logits (sample, class) at one output from what a pass ended with; straight out of the unembedding."""
+        """Logits (sample, class) at one output, from the end of a pass: the unembedding's, with nothing after it."""
         if self.head is not None:
             weight, bias = self.head.weight, self.head.bias
             if classes is not None:

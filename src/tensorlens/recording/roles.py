@@ -15,26 +15,26 @@ from tensorlens.recording.conventions import Rules
 
 
 class Role(Enum):
-    """Where a tensor comes from."""
+    """The origin of a tensor."""
 
     ACTIVATED = "activated"
-    """Out of an activation with φ(0) = 0: the gate of a gated feed-forward."""
+    """The result of an activation with φ(0) = 0: the gate of a gated feed-forward."""
     ATTENTION = "attention"
-    """Out of a softmax."""
+    """The result of a softmax."""
     GATE = "gate"
-    """Straight out of a sigmoid."""
+    """The direct result of a sigmoid."""
     FACTOR = "factor"
-    """Made only of activations with φ(0) ≠ 0: the gate of a product."""
+    """Made only from activations with φ(0) ≠ 0: the gate of a product."""
     STATISTIC = "statistic"
     """A statistic of a norm, where norms are followed by their derivative."""
     SIZE = "size"
     """|x|."""
     SCALE = "scale"
-    """Made of magnitudes, or a denominator: a scale of other tensors."""
+    """Made from magnitudes, or a denominator: a scale of other tensors."""
     STEP = "step"
     """A sign."""
     CHOICE = "choice"
-    """Decided by values of the input: indices, comparisons. Held."""
+    """Decided by values of the input, such as an index or a comparison. Held."""
 
 
 FACTORS = frozenset([Role.GATE, Role.FACTOR, Role.STATISTIC, Role.SCALE, Role.STEP])
@@ -55,22 +55,22 @@ CONTRACTIONS = words(
     "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution grouped_mm "
     "_grouped_mm matmul bmm mm mv dot inner outer ger tensordot kron einsum addmm baddbmm addbmm addmv"
 )
-"""Functions by which a weight reads a factor as the input of another layer: what comes out is not a factor."""
+"""Functions by which a weight reads a factor as the input of another layer: the result is not a factor."""
 
 
 def is_factor(role: Role | None, rules: Rules) -> bool:
-    """Whether a live tensor of this role is what multiplies others: a gate, a statistic, live attention."""
+    """Whether a live tensor of this role multiplies others: a gate, a statistic, live attention."""
     return role in FACTORS or role is Role.ATTENTION and rules.attention != "hold"
 
 
 def after_linear(name: str, roles: Sequence[Role | None], rules: Rules, *, reads_weight: bool) -> Role | None:
-    """What a linear function makes of live tensors with these roles.
+    """The role of a linear function's result, from the roles of its live arguments.
 
     Args:
         name: Name of the function.
         roles: Roles of the live tensors it took.
         rules: The conventions in force.
-        reads_weight: Whether it also took a tensor that is not made of the input.
+        reads_weight: Whether it also took a tensor that does not depend on the input.
     """
     if not any(roles):
         return None
@@ -84,7 +84,7 @@ def after_linear(name: str, roles: Sequence[Role | None], rules: Rules, *, reads
 
 
 def of_factors(roles: Sequence[Role | None], rules: Rules) -> Role | None:
-    """A tensor made of live factors alone is a factor again."""
+    """A tensor made only from live factors is a factor again."""
     if not roles or not all(is_factor(role, rules) for role in roles):
         return None
     kinds = set(roles)

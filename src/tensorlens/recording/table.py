@@ -1,8 +1,8 @@
-"""The table of rules: what each torch function becomes, under one name for all its spellings.
+"""The table of rules: one rule per torch function, under one name for all its spellings.
 
 A rule runs the function for its value and appends affine steps of its own; its result is live. Most rules take the
-function's own arguments; a *family* of functions that are treated alike also takes which of them it was. A function
-without a rule goes by its kernels, which go through the same table, and a kernel without one is refused by its name.
+function's own arguments; the rule of a *family* of functions also takes the function itself and its name. A function
+without a rule is replaced by its kernels, which go through the same table. A kernel without a rule is refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TableRule = Callable[[Any, Any, str, tuple[Any, ...], dict[str, Any]], Any]
 """Takes the recording, the function, its name, and its arguments."""
 RULES: dict[str, TableRule] = {}
 OF_VALUE: set[TableRule] = set()
-"""Those of them that take (run, name, value, args, kwargs), `value` being what the function itself gave."""
+"""Rules that take (run, name, value, args, kwargs), where `value` is the function's own result."""
 
 # Names ----------------------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ DESCRIBES = words(
     "get:_backward_hooks get:_grad get:_is_view _is_view requires_grad_ "
     "get:volatile is_shared get:name get:is_mtia"
 )
-"""Sizes, types, and new tensors of the same shape: nothing of the values passes on."""
+"""Sizes, types, and new tensors of the same shape: the result contains none of the values."""
 
 
 class Function(NamedTuple):
@@ -111,7 +111,7 @@ KNOWN: dict[Any, Function] = {}
 
 
 def known(function: Any) -> Function:
-    """What a function is, looked up once."""
+    """The treatment of a function, looked up once."""
     found = KNOWN.get(function)
     if found is None:
         name = _name(function)
@@ -134,7 +134,7 @@ def family(names: str) -> Callable[[AnyRule], AnyRule]:
 
 
 def of_value(names: str) -> Callable[[AnyRule], AnyRule]:
-    """Register a rule that takes (run, name, value, args, kwargs), `value` being what the function itself gave."""
+    """Register a rule that takes (run, name, value, args, kwargs), where `value` is the function's own result."""
 
     def register(rule: AnyRule) -> AnyRule:
         OF_VALUE.add(rule)
@@ -156,7 +156,7 @@ def rule(names: str) -> Callable[[AnyRule], AnyRule]:
 def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
     """Register a rule of your own for torch functions, by their names separated by spaces.
 
-    It takes (run, function, args, kwargs), `run` being the recording, and gives a live tensor, made by torch functions
+    It takes (run, function, args, kwargs), with `run` the recording, and returns a live tensor, made by torch functions
     of live tensors or by `run.emit`.
     """
     if not isinstance(names, str) or not names.split():
@@ -170,7 +170,7 @@ def rules_for(names: str) -> Callable[[AnyRule], AnyRule]:
 
 
 def find_rule(name: str) -> TableRule | None:
-    """The rule for a function name; a name ``mul_`` is a write of what the rule for ``mul`` gives."""
+    """The rule for a function name; ``mul_`` is a write of the result of the rule for ``mul``."""
     found = RULES.get(name)
     if found is None and name.endswith("_") and name[:-1] in RULES:
         from tensorlens.recording.writes import in_place

@@ -1,6 +1,6 @@
 """`Tape`: the recording in progress. Rules append affine steps to it, and live tensors know their place on it.
 
-Two levels share one table of rules. Torch functions are seen by the tensor subclass; what no function explained (a
+Two levels share one table of rules. The tensor subclass sees torch functions; whatever these do not explain (a
 scripted function, the casts of autocast, a foreign kernel) is seen beneath, at torch's dispatcher, and goes through the
 same table. Held tensors are ordinary tensors: nothing watches them, and a step that reads one binds it as a constant.
 """
@@ -45,16 +45,16 @@ from tensorlens.recording.table import KNOWN, OF_VALUE, RULES, find_rule, known,
 from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
-"""Functions that take all of a tensor together where no axis is named."""
+"""Functions that read the whole tensor if no axis is named."""
 
 ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin topk")
-"""Functions in which the order or number of other elements matters."""
+"""Functions whose result depends on the order or number of all elements."""
 
 ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
-"""Functions of decisions in whose result one element depends on several of them."""
+"""Functions of decisions in which one element of the result depends on several decisions."""
 
 KEEPS_ATTENTION = KEEPS_ROLE | words("nan_to_num where tril triu")
-"""Functions after which a held attention matrix is one."""
+"""Functions after which a held attention matrix is still an attention matrix."""
 
 DECIDES = words("topk sort argsort argmax argmin max min kthvalue gt ge lt le eq ne nonzero multinomial")
 """Functions of held numbers whose results are decisions, such as the experts of a router."""
@@ -62,7 +62,7 @@ DECIDES = words("topk sort argsort argmax argmin max min kthvalue gt ge lt le eq
 LEAVES = words("tolist numpy array dlpack")
 PRODUCTS_OF_INTEGERS = words("matmul mm bmm linear _int_mm")
 COUNTS = KEEPS_ROLE | PRODUCTS_OF_INTEGERS | words("neg sum mean cat stack int long short char clamp")
-"""Functions in which integers stand for the live numbers that they were cast from."""
+"""Functions in which integers represent the live numbers that they were cast from."""
 
 LOOKS_UP = words("getitem index index_select gather take take_along_dim embedding")
 """Functions that take entries of a tensor by index."""
@@ -71,13 +71,13 @@ _tuple: Any = tuple.__new__
 
 
 class Tape:
-    """Steps so far, the constants they hold, and where in the model the pass is.
+    """The steps so far, their constants, and the place in the model that the pass has reached.
 
     Args:
         rules: The user's conventions.
-        weights: Tensors of the model by name: they are bound by reference.
+        weights: Tensors of the model by name; they are bound by reference.
         n_samples: How many samples the inputs hold.
-        copies: Whether other constants are copied when they are bound, for a model that writes over them later.
+        copies: Whether other constants are copied when they are bound, for a model that overwrites them later.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Tape:
         self._keys: list[int] = []
         self._versions: list[int] = []
         self.names: dict[int, str] = {}
-        """Which constants are weights of the model, or views of them, and what these are called."""
+        """The names of constants that are weights of the model, or views of weights."""
 
     @property
     def module(self) -> str:
@@ -127,17 +127,17 @@ class Tape:
         note: str | None = None,
         **options: Any,
     ) -> Any:
-        """Append a step and give its value, live.
+        """Append a step and return its value, live.
 
         Args:
             operation: A name in `program.OPERATIONS`.
-            value: What the model itself computed there; or its `Spec`, for a step whose `Slot` alone is asked for.
+            value: The model's own result; or its `Spec`, for a step of which only the `Slot` is needed.
             *args: Arguments of the operation: live tensors become slots, ordinary ones constants.
             role: Role of the result.
-            note: A convention that the step rests on.
+            note: The convention behind the step, if any.
             **options: Options of the operation.
         """
-        # What `live` does, spelled out: most of the calls of a pass end here.
+        # `live`, written out: most calls of a pass end here.
         made: Any = None
         spec, stamp = value, 0
         if type(value) is not Spec:
@@ -165,7 +165,7 @@ class Tape:
         slot = self._n_slots
         self._n_slots = slot + 1
         self.specs[slot] = spec
-        step = Step.__new__(Step)  # what it takes is known, and `Step(…)` would look for it
+        step = Step.__new__(Step)  # the arguments are known already, and `Step(…)` would search for them
         step.out, step.operation, step.args, step.options = slot, operation, tuple(coded), options
         step.module, step.block, step.note, step.slots, step.held = self.path[-1], self.block, note, slots, held
         self.steps.append(step)
@@ -201,7 +201,7 @@ class Tape:
         return found
 
     def slot_of(self, x: Live) -> int:
-        """The slot of a live tensor; a new one if its memory was written to since it got the last."""
+        """The slot of a live tensor; a new one if its memory was written to in the meantime."""
         with quiet():
             if x.stamp >= 0 and x.stamp == x._version:
                 return x.slot
@@ -224,7 +224,7 @@ class Tape:
         self._bound[key] = held, value, version  # the value stays alive, and with it the identity
         constant = value if type(value) is Tensor and not value.requires_grad else value_of(value)
         if constant.layout is not torch.strided:
-            constant = raw(Tensor.to_dense, constant)  # programs know no other
+            constant = raw(Tensor.to_dense, constant)  # programs have no other layout
         name = self.weights.get(key) or self.weights.get(id(value._base))
         is_fixed = name is not None and (not self.copies or isinstance(value, Parameter))  # buffers may be written over
         if (self.copies or version == UNCOUNTED) and not is_fixed:
@@ -243,7 +243,7 @@ class Tape:
         self.constants[n] = None
 
     def own_constant(self, n: int) -> None:
-        """Copy a constant whose memory is about to change; if the tensor is bound again, it is with its new content."""
+        """Copy a constant whose memory is about to change; a later binding of the tensor sees the new content."""
         constant = self.constants[n]
         assert constant is not None
         self.constants[n] = raw(Tensor.clone, constant)
@@ -251,7 +251,7 @@ class Tape:
         self._bound.pop(self._keys[n], None)
 
     def _code(self, value: Any, slots: list[int], held: list[int]) -> Any:
-        """An argument as it stands in a step; what it reads is added to the lists."""
+        """An argument as steps store it; the slots and constants in it are added to the lists."""
         kind = type(value)
         if kind is Live:
             slots.append(self.slot_of(value))
@@ -280,12 +280,12 @@ class Tape:
             self.note(f"cast: {str(kind).removeprefix('torch.')}")
 
     def note_mixing(self, what: str) -> None:
-        """Note that something held was made of several samples together."""
+        """Note that a held value was made from several samples."""
         if self.n_samples > 1 and self.mixes_samples is None:
             self.mixes_samples = f"`{what}` in `{self.module or 'the model'}`"
 
     def note_part(self, name: str, x: Tensor) -> None:
-        """Note that samples were selected or joined: what is computed from them may be held for others."""
+        """Note that samples were selected or joined: values computed from some may be held for others."""
         if self.n_samples > 1 and x.dim() and x.shape[0] == self.n_samples:
             self.note_mixing(name)
 
@@ -303,16 +303,16 @@ class Tape:
     # Where attention is -----------------------------------------------------------------------------------------------
 
     def note_mixture(self, mixed: Live, weights: Any, values: Any) -> None:
-        """Attention has met values."""
+        """Note that attention has multiplied values."""
         if self.block is None:
             return
-        # For what is held, take the constant that the step just made has bound.
+        # A held argument is the constant that the last step has bound.
         pairs = zip((weights, values), self.steps[-1].args[:2], strict=True)
         weights, values = (Slot(self.slot_of(x)) if is_live(x) else arg for x, arg in pairs)
         self.mixtures.append(Mixture(self.slot_of(mixed), self.block, self.module, values, weights))
 
     def note_fused(self, mixed: Live, query: Any, key: Any, value: Any) -> None:
-        """A fused kernel has mixed values."""
+        """Note that a fused kernel has mixed values."""
         if self.block is None:
             return
         values = Slot(self.slot_of(value)) if is_live(value) else self.steps[-1].args[4][2]
@@ -322,14 +322,14 @@ class Tape:
             self.meetings.append(Meeting(self.slot_of(mixed), self.block, self.module, *slots, True))
 
     def note_scores(self, scores: Live, query: Live, key: Live) -> None:
-        """Queries may have met keys: two live tensors in a matrix product."""
+        """Note that queries may have multiplied keys: a matrix product of two live tensors."""
         if self.block is None or scores.dim() < 3:
             return
         slots = self.slot_of(query), self.slot_of(key)
         self.meetings.append(Meeting(self.slot_of(scores), self.block, self.module, *slots, False))
 
     def note_softmax(self, scores: Any) -> None:
-        """Note that what may come from the last product of queries and keys enters a softmax."""
+        """Note that a softmax is applied, perhaps to the last product of queries and keys."""
         if self.meetings and is_live(scores):
             last = self.meetings[-1]
             if last.block == self.block and last.end is None and not last.is_fused:
@@ -348,7 +348,7 @@ class Tape:
     # Dead code --------------------------------------------------------------------------------------------------------
 
     def prune(self, since: int, first_constant: int) -> list[int]:
-        """Drop the steps since a given one that nothing can need any more, with the constants that only they read.
+        """Drop the steps since a given one that are no longer needed, with the constants that only they read.
 
         A slot may still be needed if a live tensor refers to it, if memory that was written to holds it, or if it has a
         mark.
@@ -382,13 +382,13 @@ class Tape:
         return places[::-1]
 
     def close(self) -> None:
-        """Drop every tensor of the pass except the constants: none of them refers to the tape afterwards."""
+        """Drop every tensor of the pass except the constants; afterwards none refers to the tape."""
         self.writes.forget()
         self._bound.clear()
         self.alive.clear()
 
     def changed_constants(self) -> list[int]:
-        """Constants that were written over, without anything live, after they were bound."""
+        """Constants that were overwritten with constants after they were bound."""
         pairs = enumerate(zip(self.constants, self._versions, strict=True))
         with quiet():
             return [n for n, (x, then) in pairs if x is not None and then != UNCOUNTED and x._version != then]
@@ -417,7 +417,7 @@ class Tape:
     def on_held(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[Followed]
     ) -> Any:
-        """A function of held tensors, one of which carries a role: the role is passed on."""
+        """Run a function of held tensors, one of which carries a role, and pass the role on."""
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
         result = raw(function, *args, **kwargs)
@@ -451,13 +451,13 @@ class Tape:
         return self._followed(value, WithRole, role) if type(value) is Tensor and role is not None else value
 
     def whole(self, value: Tensor, behind: Live | None) -> Whole:
-        """Integers that live numbers were cast to, with those behind them."""
+        """Integers that live numbers were cast to, together with these numbers."""
         found = self._followed(value, Whole, None)
         found.behind = behind
         return found
 
     def _of_choices(self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is computed from decisions is a decision. In a batch those of one sample must not depend on another."""
+        """Results of decisions are decisions. In a batch, those of one sample must not depend on another sample."""
         if self.n_samples > 1:
             self._check_choices(name, args, kwargs)
         return self.held(result, Role.CHOICE)
@@ -487,7 +487,7 @@ class Tape:
 
 
 def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """Run a torch function or a kernel that met tensors of this thread's recording, of these types, by its rule."""
+    """Run, by its rule, a torch function or a kernel with tensors of this thread's recording, of these types."""
     run: Tape | None = now.tape
     kwargs = kwargs or {}
     if run is None:
@@ -501,7 +501,7 @@ def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ..
     if peek_interpreter_stack() is not None:
         raise run.refusal(f"{name} within torch.func (vmap, grad)")
     if not is_kernel and torch._C._is_any_autocast_enabled():
-        return run.by_kernels(function, args, kwargs)  # whose casts are below the function
+        return run.by_kernels(function, args, kwargs)  # its casts are below the level of functions
     if kwargs:
         if not args or "axis" in kwargs or "keepdims" in kwargs:
             args, kwargs = spelled_alike(name, args, kwargs)
@@ -537,7 +537,7 @@ def _number_behind(leaf: Any) -> Any:
 
 
 class Kernels(TorchDispatchMode):
-    """The level beneath: kernels that read or write live memory without a torch function having explained it."""
+    """The lower level: kernels that read or write live memory and that no torch function explains."""
 
     def __init__(self, of: Tape) -> None:
         super().__init__()
@@ -545,7 +545,7 @@ class Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: compiled code is already off in a pass, and switching it off again takes longer than most kernels."""
+        """False: a pass already runs without compiled code, and switching it off again is slower than most kernels."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -558,7 +558,7 @@ class Kernels(TorchDispatchMode):
         met = found_in(args, kwargs)
         if not met:
             return func(*args, **kwargs)
-        with self, torch._C._EnableTorchFunction():  # what a rule calls is seen again
+        with self, torch._C._EnableTorchFunction():  # kernels that a rule calls come here too
             return by_rule(Followed, func, set(map(type, met)), args, kwargs)
 
 

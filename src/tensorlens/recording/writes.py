@@ -1,8 +1,8 @@
 """In-place writes, made functional: a write gives memory a new slot, and every tensor in that memory reads it again.
 
-A tensor's slot is right for one version of its memory. A write to a whole tensor replaces the slot of its memory; a
-write through a view is a scatter into it. Other views notice by their version when they are read next, and ordinary
-tensors that look at such memory become live with their next kernel. Constants that lie in the memory get a copy first.
+A tensor's slot is valid for one version of its memory. A write to a whole tensor replaces the slot of its memory; a
+write through a view is a scatter into it. Other views notice by their version when they are next read, and ordinary
+tensors in the same memory become live with their next kernel. Constants in the same memory are copied first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SHAPES = words("squeeze unsqueeze t transpose swapaxes swapdims")
-"""Functions that, in place, give a tensor other axes and write nothing."""
+"""In-place functions that change the axes of a tensor and write nothing."""
 
 
 UNCOUNTED = -1
@@ -43,7 +43,7 @@ class Geometry(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a memory holds since it was written to: a slot, and how the tensor of that slot lies in it."""
+    """The content of a memory that was written to: a slot, and the layout of that slot's tensor."""
 
     slot: int
     geometry: Geometry
@@ -51,18 +51,18 @@ class Cell(NamedTuple):
 
 
 class Writes:
-    """The memories that live values were written into, and the constants that lie in memories.
+    """The memories that live values were written to, and the constants in each memory.
 
     Args:
         of: The tape.
     """
 
     def __init__(self, of: Tape) -> None:
-        self._tape: Tape = weakref.proxy(of)  # no cycle: what a pass made goes with its last user
+        self._tape: Tape = weakref.proxy(of)  # no cycle: tensors are freed as soon as nothing uses them
         self.cells: dict[int, Cell] = {}
         self._constants_at: dict[int, list[int]] = {}
         self._n_known = 0
-        """How many of the constants are in that table: most passes write nothing, and never ask."""
+        """How many constants are in that table so far: most passes write nothing and never need it."""
         self.borrowed: list[Tensor] = []
         """Tensors of the model's or the user's own that were made live in place."""
 
@@ -145,7 +145,7 @@ class Writes:
         x.stamp, x.seen = version_of(x), cell.slot
 
     def is_behind(self, x: Live) -> bool:
-        """Whether memory was written to since a live tensor of inference mode, which counts no versions, was read."""
+        """Whether memory was written to since a live tensor was read; for inference mode, which counts no versions."""
         cell = self._cell(x) if self.cells else None
         return cell is not None and cell.slot != x.seen
 
@@ -156,7 +156,7 @@ class Writes:
                 self._made_live(x, -1, None).stamp = -2  # no version is -2: the next read finds its slot
 
     def forget(self) -> None:
-        """Turn tensors back into ordinary ones: the model's own, and those of the pass that other code has kept.
+        """Turn tensors back into ordinary ones: the model's own, and tensors of the pass that other code has kept.
 
         Nothing of the recording may stay on them: a copy of a weak reference to memory would free that memory twice.
         """
@@ -206,7 +206,7 @@ class Writes:
         if is_live(base):
             return self._flat(Cell(tape.slot_of(base), geometry_of(base), None), target)  # type: ignore[arg-type]
         if is_live(target):
-            return None  # the memory around a live view without a base is not readable from now on
+            return None  # from now on the memory around a live view without a base cannot be read
         return raw(lambda: base.as_strided((_length(base),), (1,), 0).clone())
 
     def _owner(self, target: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def in_place(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: 
 
 
 def _reshaped(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """`x.unsqueeze_(0)`: the tensor itself gets other axes, its memory stays as it is, though its version moves on."""
+    """`x.unsqueeze_(0)`: the tensor gets different axes; its memory stays as it is, but its version increases."""
     x, before = args[0], version_of(args[0])
     new = getattr(torch, name)(*args, **kwargs)
     x.slot, x.spec = new.slot, new.spec
@@ -258,7 +258,7 @@ def _reshaped(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs:
 
 
 def _plain_again(x: Tensor) -> Tensor:
-    """An ordinary tensor, nothing of the recording left on it.
+    """An ordinary tensor without attributes of the recording.
 
     A copy of the user's would copy it too, and two copies of a weak reference to one storage free it twice.
     """
@@ -279,7 +279,7 @@ def version_of(x: Tensor) -> int:
 
 
 def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
-    """Whole numbers that live values are written into: nothing written there is linear."""
+    """Refuse live values that are written into whole numbers, which would round them."""
     kind = target.dtype
     if is_live(new) and not (kind.is_floating_point or kind.is_complex) or kind.itemsize == 1 and is_live(new):
         raise NotLinearError(
@@ -289,7 +289,7 @@ def refuse_coarse(tape: Tape, target: Tensor, new: Any) -> None:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins, whatever part of it the tensor is; 0 for one that has none of its own."""
+    """The address of a tensor's whole memory; 0 for a tensor without memory of its own."""
     try:
         with quiet():
             return tensor.untyped_storage().data_ptr()

@@ -1,8 +1,8 @@
 """Activations (Eq. 13): φ(z) as φ(0) + gain ⊙ z with the gain held, or by its derivative.
 
 Where φ(0) = 0 the gain is φ(z)/z, and the result may be the gate of a gated feed-forward. Where φ(0) ≠ 0 (sigmoid,
-softplus, exp) the gain is (φ(z) - φ(0))/z and φ(0) is part of B; the result is a factor: wherever it meets another live
-tensor in a product, it is what gates, and is held.
+softplus, exp) the gain is (φ(z) - φ(0))/z and φ(0) is part of B; the result is a factor: in a product with another live
+tensor it is the gate, and is held.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorlens.recording.table import family, rule
 from tensorlens.recording.tape import Tape
 
 # Gains φ(z)/z in closed form (Eq. 13). No division by z: they are finite everywhere and give the limit φ'(0) at zero.
-# Activations with φ(0) ≠ 0 have no finite ratio; `activate_from` is theirs.
+# Activations with φ(0) ≠ 0 have no finite ratio; `activate_from` handles them.
 
 
 def gelu(z: Tensor, approximate: str = "none") -> Tensor:
@@ -54,7 +54,7 @@ def relu(z: Tensor, inplace: bool = False) -> Tensor:
 
 def leaky_relu(z: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """1 for positive z, the slope elsewhere."""
-    return torch.where(z > 0, torch.ones_like(z), negative_slope)  # of two numbers it would be float32
+    return torch.where(z > 0, torch.ones_like(z), negative_slope)  # of two Python numbers it would be float32
 
 
 def mish(z: Tensor, inplace: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     tiny = 4 * torch.finfo(z.dtype).tiny
     vanishing = z.abs() < tiny
     ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
-    if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
+    if z.is_cuda or vanishing.any():  # a read from a GPU would wait for it
         ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
     return ratio
 
@@ -102,7 +102,7 @@ ZERO_AT_ZERO = words(
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 
 STEPS = words("round trunc floor ceil hardtanh relu6")
-"""Those whose exact value matters to comparisons (`x.round() == 1`): z times its gain may miss it by a rounding."""
+"""Functions whose exact value matters to comparisons (`x.round() == 1`): z times the gain may be off by a rounding."""
 
 NONZERO_AT_ZERO = words(
     "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
@@ -119,7 +119,7 @@ def activate(run: Any, name: str, z: Tensor, gain: Callable[[Tensor], Tensor], v
     Args:
         run: The recording.
         name: Name of the activation, in certificates.
-        z: What it is applied to.
+        z: Its argument.
         gain: φ(z)/z as a function of z.
         value: φ itself; z times its gain if None.
     """
@@ -147,7 +147,7 @@ def activate_from(name: str, z: Live, phi: Elementwise, role: Role) -> Live:
         z0 = at_least_float32(value_of(z))
         at_zero = phi(torch.zeros((), dtype=z0.dtype, device=z0.device))
         found = quotient(lambda v: phi(v) - at_zero, z0)
-        # Where a model put −∞, such as at experts that were not chosen, nothing moves.
+        # Entries that a model set to −∞, such as experts that were not chosen, do not move.
         is_finite = z0.isfinite()
         return torch.where(is_finite, found, 0), torch.where(is_finite, at_zero, y)
 
@@ -202,7 +202,7 @@ def glu(x: Live, dim: int = -1) -> Any:
 
 @rule("sign sgn")
 def direction(z: Live) -> Any:
-    """z/|z|: an activation, which is what is held in a product."""
+    """z/|z|, as an activation: in a product it is the factor that is held."""
     if z.dtype.is_complex:
         raise now.tape.refusal("sgn of complex numbers")
     return activate_from("sign", z, torch.sign, Role.STEP)

@@ -1,8 +1,8 @@
 r"""Attention: A is held and the values stay linear (Eq. 6, 7, 9), or A is live by the derivative of the softmax.
 
 A sink is the first position, which heads attend to when they have nothing else to attend to. In a causal model it sees
-itself alone, so nothing but its own column of T depends on it. Holding the values that attention takes from it moves a
-part of this column into B and changes no other. `Rules.sink` says from which block on.
+itself alone, so only its own column of T depends on it. Holding the values that attention takes from it moves a
+part of this column into B and leaves all other columns as they are. `Rules.sink` says from which block on.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _shares(query: Any, key: Any, value: Any) -> tuple[float, float, float]:
 def _spelled_out(
     query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Any:
-    """Attention whose mask is live too, step by step."""
+    """Attention whose mask is live too, recorded step by step."""
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = torch.matmul(query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale), key.transpose(-2, -1))
@@ -159,7 +159,7 @@ def flexible(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs:
     q, k, v = (value_of(x) for x in (query, key, value))
 
     def mixing(values: Tensor) -> Any:
-        with _disable_current_modes():  # it takes none that it does not know
+        with _disable_current_modes():  # it refuses unknown arguments
             return raw(function, q, k, values, *rest, **kwargs)
 
     unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device).expand(*v.shape[:-1], -1)
@@ -176,9 +176,9 @@ def flexible(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs:
 
 @family("multi_head_attention_forward")
 def multi_head_attention(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Torch's whole attention layer as its own code, in which fused attention has an axis of heads.
+    """Torch's whole attention layer by its own code, in which fused attention has an axis of heads.
 
-    If it also returns the weights, they come from the code that torch then runs; nothing else of that code is used.
+    If it also returns the weights, they come from the code that torch runs in this case; nothing else of it is used.
     """
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     own_code = with_names(function, dict.fromkeys(("has_torch_function",), lambda *_: False))
@@ -195,7 +195,7 @@ def multi_head_attention(run: Tape, function: Any, name: str, args: tuple[Any, .
 
 
 ALIKE = 0.99
-"""The cosine above which two states are taken to be the same, whatever token stands there."""
+"""The cosine above which two states count as the same, whatever the token."""
 
 COMMON = range(256, 512)
 """Tokens to try: vocabularies begin with special tokens and bytes, followed by the most common tokens."""
@@ -205,7 +205,7 @@ NOTE = "sink held"
 
 
 def without_sink(values: Any, axis: int = -2) -> Any:
-    """Values as attention mixes them along an axis: those of the first position held, where the rules say so.
+    """The values that attention mixes along an axis, those of the first position held if the rules say so.
 
     They become $0 · v_1 + v_1^0$: the step that adds $v_1^0$ is where the sink enters the program.
     """
@@ -222,7 +222,7 @@ def without_sink(values: Any, axis: int = -2) -> Any:
 
 
 def with_live_sinks(program: Program) -> Program:
-    """The program with no sink held; itself if none is."""
+    """The program without a held sink; the program itself if no sink is held."""
     if NOTE not in [step.note for step in program.steps]:
         return program
     emptied = program.makers
@@ -240,7 +240,7 @@ def tokens_to_try(n_tokens: int) -> Tensor:
 
 
 def settled_block(recording: Recording) -> int:
-    """The first block at which the first position no longer depends on what stands there.
+    """The first block at which the first position no longer depends on its token.
 
     Args:
         recording: A recording of inputs of one token each, all different.
@@ -258,7 +258,7 @@ def settled_block(recording: Recording) -> int:
 
 
 def _read_by_attention(recording: Recording, n: int) -> Tensor:
-    """What the layer reads that makes the values of block n; the state that enters it where there is no such layer."""
+    """The input of the layer that makes the values of block n; if there is no such layer, the state that enters it."""
     makers = recording.program.makers
     slot = next((mark.values.index for mark in recording.mixtures if mark.block == n and type(mark.values) is Slot), -1)
     while slot in makers and makers[slot].operation != "linear" and makers[slot].slots:

@@ -1,4 +1,4 @@
-"""Decisions held as they are, and choices held while the chosen values stay live."""
+"""Decisions, which are held, and choices, which are held while the chosen values stay live."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def frozen(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
 
 
 MOST_ITEMS = 64
-"""How many numbers of one module may be read by Python: a few are decisions, many are a tensor being copied out."""
+"""How many numbers of one module Python may read: a few are decisions, many mean that a tensor is being copied out."""
 
 
 @family("item")
@@ -45,7 +45,7 @@ def escape(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 @family("tolist numpy array dlpack dlpack_device data_ptr untyped_storage storage get:__cuda_array_interface__")
 def leave(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Values that leave torch: whatever comes back would count as constants."""
+    """Refuse values that leave torch: the results would count as constants."""
     if args[0].dtype.is_floating_point and args[0].numel() > 1 and "device" not in name:
         _refuse_leaving(name, args[0].numel())
     return raw(function, *args, **kwargs)
@@ -74,7 +74,7 @@ def clamp(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _between(x: Any, bounds: dict[str, Any]) -> Any:
-    """A clamp whose bounds are live: the larger, then the smaller of two."""
+    """A clamp with live bounds: the larger, then the smaller of two."""
     like = next(value for value in (x, *bounds.values()) if isinstance(value, Tensor))
     for key, choose_one in (("min", torch.maximum), ("max", torch.minimum)):
         bound = bounds.get(key)

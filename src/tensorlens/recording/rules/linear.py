@@ -21,7 +21,7 @@ from tensorlens.recording.writes import refuse_coarse
 
 
 def role_after(name: str, *args: Any) -> Role | None:
-    """Role of a linear function's result, from the roles of its arguments."""
+    """The role of a linear function's result, from the roles of its arguments."""
     for value in args:
         kind = type(value)
         if kind in FOLLOWED and value.role is not None or kind is tuple or kind is list:
@@ -31,7 +31,7 @@ def role_after(name: str, *args: Any) -> Role | None:
     met = found_in(args)
     roles = [x.role for x in met if type(x) is Live]
     if not any(roles):
-        # A held factor hands its role on to what it meets, where that is live.
+        # A held factor passes its role on to a live tensor.
         held = next((x.role for x in met if x.role is Role.ATTENTION), None)
         return held if held and not roles else None
     reads_weight = any(isinstance(value, Tensor) and type(value) not in FOLLOWED for value in leaves(args))
@@ -51,7 +51,7 @@ def reshaped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
     """The same numbers in other axes."""
     x = args[0]
     if type(x) is not Live:
-        return value  # of the live argument only the shape is read
+        return value  # only the shape of the live argument is read
     spec = x.spec
     if value.dtype is not spec.dtype:
         raise run.refusal(f"{name} as another type of numbers")
@@ -143,7 +143,7 @@ def item(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
-    """x[at], whose value is known."""
+    """x[at], if its value is known already."""
     if run.n_samples > 1 and not _takes_all(at[0] if isinstance(at, tuple) and at else at, len(x)):
         run.note_part("getitem", x)
     parts = at if isinstance(at, tuple) else (at,)
@@ -168,7 +168,7 @@ def _takes_all(at: Any, n: int) -> bool:
 
 
 def _plain_index(at: Any) -> tuple[Any, ...]:
-    """An index as it stands in a step: numbers, slices of numbers and tensors."""
+    """An index as steps store it: numbers, slices of numbers and tensors."""
     return tuple([_plain_part(one) for one in (at if isinstance(at, tuple) else (at,))])
 
 
@@ -265,7 +265,7 @@ def flipped(x: Live, *dims: Any) -> Any:
 
 @rule("repeat_interleave")
 def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size: Any = None) -> Any:
-    """Each entry of an axis several times in a row."""
+    """Each entry of an axis, repeated several times in a row."""
     if not is_live(x):
         return raw(torch.repeat_interleave, x, value_of(repeats), dim)
     if dim is None:
@@ -279,7 +279,7 @@ def repeated_in_a_row(x: Any, repeats: Any, dim: int | None = None, output_size:
 
 @of_value("repeat tile")
 def tiled(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All of it several times along axes."""
+    """The whole tensor, repeated along axes."""
     x = args[0]
     sizes = [1] * (value.dim() - x.dim()) + list(x.shape)
     times = tuple([n // size if size else 1 for n, size in zip(value.shape, sizes, strict=True)])
@@ -344,7 +344,7 @@ def added(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[
     kind, role = value.dtype, None
     if type(a) in FOLLOWED and a.role or type(b) in FOLLOWED and b.role:
         role = role_after(name, a, b)
-    # A live operand is taken in the type of the sum, so that its cotangent is in its own.
+    # A live operand is cast to the type of the sum, so that its cotangent gets its own type.
     if type(a) is Live and a.spec.dtype is not kind:
         a = a.to(kind)
     if type(b) is Live and b.spec.dtype is not kind:
@@ -444,7 +444,7 @@ def rows_put(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
 
 @of_value("scatter scatter_add scatter_reduce")
 def scattered(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums over an index are linear; what is the largest there, or a product, is not."""
+    """Sums over an index are linear; maxima and products are not."""
     names = ("dim", "index", "src", "value", "reduce")
     given = [*args, *(kwargs[key] for key in names if key in kwargs)]
     x, dim, index, source = given[:4]
@@ -509,7 +509,7 @@ def plainly(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dic
 
 @family("unfold im2col")
 def windows(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes them of two."""
+    """Windows along one axis; `torch.nn.functional.unfold` has the same name, and makes windows along two."""
     given = dict(zip(("x", "dimension", "size", "step"), args, strict=False)) | kwargs
     if name == "im2col" or function is torch.nn.functional.unfold:
         return run.emit("window", raw(function, *args, **kwargs), *args, role=role_after(name, args[0]), **kwargs)
@@ -517,7 +517,7 @@ def windows(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: 
     starts = raw(torch.arange, 0, x.shape[axis] - size + 1, step, device=x.device)
     places = raw(lambda: starts[:, None] + torch.arange(size, device=x.device))
     taken = x.index_select(axis, raw(Tensor.flatten, places)).unflatten(axis, places.shape).movedim(axis + 1, -1)
-    return same(taken, raw(function, *args, **kwargs), taken.role)  # the windows lie in the memory of x
+    return same(taken, raw(function, *args, **kwargs), taken.role)  # the windows are views of x
 
 
 @rule("pad")
@@ -531,7 +531,7 @@ def padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
 
 @rule("pad_constant")
 def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
-    """The same, as its kernel is called."""
+    """Padding, as the arguments of its kernel."""
     return padded(x, pad, "constant", value)
 
 
@@ -540,13 +540,13 @@ def padded_by_a_number(x: Any, pad: Any, value: Any = 0) -> Any:
 
 @family("register_hook register_post_accumulate_grad_hook retain_grad")
 def look_at_gradients(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ignore a hook on a gradient: it is not part of the pass."""
+    """Ignore a hook on a gradient, which is not part of the pass."""
     return RemovableHandle(OrderedDict()) if name != "retain_grad" else None
 
 
 @family("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout")
 def dropout(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The identity: T describes the model at inference, where modules are in evaluation mode."""
+    """The identity: T describes the model in evaluation mode."""
     given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
     if given.get("p", 0.5) and given.get("training", given.get("train", True)):
         raise NotLinearError(
@@ -558,7 +558,7 @@ def dropout(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: 
 
 @family("new_tensor new_full full_like")
 def filled_like(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """New tensors shaped like a live one, of constant numbers."""
+    """New tensors of constants, in the shape of a live one."""
     given = [*args[1:], *kwargs.values()]
     if not any(map(is_live, found_in(given))):
         return raw(function, *args, **kwargs)
@@ -596,7 +596,7 @@ REASONS = {
     "`backward` or `torch.func`), and no rule says what the operator carries through a derivative. Write the "
     "derivative out in plain torch functions.",
 }
-"""Why functions that torch would run are refused."""
+"""Why some functions that torch could run are refused."""
 
 for _names, _reason in REASONS.items():
 

@@ -1,4 +1,4 @@
-"""Semantic adapters: modules whose meaning is lost when their code is read one torch function at a time.
+"""Semantic adapters: for modules whose meaning is lost when their code is read one torch function at a time.
 
 An adapter is a function of the running pass, the module, its own forward and the call's arguments. Adapters go
 before the rules for torch functions; the first class in the module's ancestry that has one decides, and it applies
@@ -70,7 +70,7 @@ def has_adapter(cls: type) -> bool:
 
 
 def adapted_places() -> set[str]:
-    """Classes whose parts may have adapters, by the names that these have in them."""
+    """Names of submodules that may have adapters, by the class that contains them."""
     return {name.rpartition(".")[0] for name in ADAPTERS}
 
 
@@ -86,7 +86,7 @@ def qualified(cls: type) -> str:
 
 
 def _has_forward_of(module: nn.Module, cls: type) -> bool:
-    """Whether a module runs the adapted class's forward: no subclass, instance or patch has replaced it."""
+    """Whether a module runs the forward of the adapted class, not one of a subclass, an instance or a patch."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))  # accelerate calls what it found
     forward: Any = cls.forward  # type: ignore[attr-defined]
     is_own = own is None or getattr(own, "__func__", None) is forward
@@ -111,7 +111,7 @@ def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any
     return activate(run, type(module).__name__, z, partial(activations.quotient, forward), forward)
 
 
-# The GELUs that transformers spells out in Python: products of primitives, which the rules for torch functions would
+# GELUs that transformers writes out in Python: products of primitives, which the rules for torch functions would
 # take apart. Those that call one torch function need no entry.
 for _name, _gain in {
     "NewGELUActivation": activations.gelu_tanh,
@@ -162,12 +162,12 @@ adapter(
 #
 # Functions that a module's code calls by name, and whose arguments have roles of their own. Such a call does not go
 # through torch or through a module, so nothing reports it. Instead the forward runs as the same code over a copy of its
-# names, in which the functions below are replaced; the function, its module and other threads are untouched. In a
-# recurrence, what gates is held and what is carried stays linear:
-# - selective scan (Mamba, Jamba, Falcon-Mamba, Zamba): the step Δ, B, C and the gate z are held; carried is u.
-# - chunked scan (Mamba-2, Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2): Δ, B, C are held; carried is x.
-# - gated delta rule (Qwen3-Next and kin, OLMo hybrid) and Kimi delta attention: query, key, decay and β are held;
-#   carried are the values.
+# globals, in which the functions below are replaced; the function, its module and other threads are untouched. In a
+# recurrence, the gates are held and the carried values stay linear:
+# - selective scan (Mamba, Jamba, Falcon-Mamba, Zamba): the step Δ, B, C and the gate z are held; u is carried.
+# - chunked scan (Mamba-2, Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2): Δ, B, C are held; x is carried.
+# - gated delta rule (Qwen3-Next, OLMo hybrid) and Kimi delta attention: query, key, decay and β are held;
+#   the values are carried.
 
 KERNELS: dict[str, tuple[str, ...]] = {}
 """Names of the arguments that are held, by the name of the function."""
@@ -178,7 +178,7 @@ def kernel(*function_names: str, hold: str) -> None:
 
     Args:
         function_names: Names by which the model's code calls them.
-        hold: Names of the arguments that gate, separated by spaces.
+        hold: Names of the arguments that are gates, separated by spaces.
     """
     KERNELS.update(dict.fromkeys(function_names, tuple(hold.split())))
     _calls.cache_clear()
@@ -196,7 +196,7 @@ def with_kernels(run: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_names(function: FunctionType, replaced: dict[str, Any]) -> FunctionType:
-    """The same code over a copy of its names, some of them replaced."""
+    """The same code with a copy of its globals, some of them replaced."""
     names = {**function.__globals__, **replaced}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -210,7 +210,7 @@ def calls_kernels(forward: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _calls(function: Any) -> tuple[Any, tuple[str, ...]]:
-    """The function below its decorators, and the names in its code that stand for kernels."""
+    """The function without its decorators, and the names of kernels in its code."""
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType):
         return function, ()
@@ -224,7 +224,7 @@ def _holding(run: Any, name: str, function: Callable[..., Any]) -> Callable[...,
 
     def run_kernel(*args: Any, **kwargs: Any) -> Any:
         if run.rules.gate in ("half", "taylor"):
-            return function(*args, **kwargs)  # its products by their own rules
+            return function(*args, **kwargs)  # its products have their own rules
         bound = signature.bind(*args, **kwargs)
         for key, value in bound.arguments.items():
             if key in KERNELS[name] and is_live(value):
@@ -232,7 +232,7 @@ def _holding(run: Any, name: str, function: Callable[..., Any]) -> Callable[...,
         run.note(f"recurrence: {name}, {' '.join(KERNELS[name])} held")
         result = function(*bound.args, **bound.kwargs)
         for carried in found_in(result):
-            carried.role = None  # no longer fresh out of the activation before the recurrence
+            carried.role = None  # no longer the direct result of the activation before the recurrence
         return result
 
     return run_kernel
@@ -267,7 +267,7 @@ Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[int, ...]]
 
 
 def parts_of(run: Any, weight: Any) -> Packed | None:
-    """The parts of a weight that torchao has packed; None for another one.
+    """The parts of a weight that torchao has packed; None for any other weight.
 
     Raises:
         NotLinearError: The layer rounds its inputs too, or its blocks are not rows of numbers.
@@ -292,7 +292,7 @@ def four_bit_layer(run: Any, module: Any, forward: Callable[..., Any], x: Tensor
 
     weight, state = module.weight, module.weight.quant_state
     scale = state.absmax
-    if getattr(state, "packing_format_for_cpu", False):  # where CPUs have bfloat16 the bytes stand in another order
+    if getattr(state, "packing_format_for_cpu", False):  # on CPUs with bfloat16 the bytes are in a different order
         weight, scale = raw(functional._convert_weight_packed_for_cpu_inverse, weight.data, copy(state))[0], scale.T
     elif state.nested:
         scale = raw(functional.dequantize_blockwise, scale, state.state2) + state.offset
@@ -305,7 +305,7 @@ def four_bit_layer(run: Any, module: Any, forward: Callable[..., Any], x: Tensor
 
 # Recurrent layers -----------------------------------------------------------------------------------------------------
 #
-# torch computes its recurrent layers in one call. They are taken apart for the rules of their steps.
+# torch computes its recurrent layers in one call. They are split into steps, each with its own rule.
 
 State = tuple[Tensor, ...]
 Cell = Callable[[Tensor, State, list[Any]], State]
@@ -351,7 +351,7 @@ def cell(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dic
 
 @family("gru lstm rnn_tanh rnn_relu")
 def layers(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """All steps of all layers, in both directions where the model has them."""
+    """All steps of all layers, in both directions if the layer is bidirectional."""
     kind = name
     if not isinstance(args[3], bool):
         raise NotLinearError(

@@ -1,4 +1,4 @@
-"""Norms (Eq. 10, 11): the statistic is held, centring and gains stay linear; or all of it by its derivative."""
+"""Norms (Eq. 10, 11): the statistic is held, centring and gains stay linear; or the whole norm by its derivative."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tensorlens.recording.tape import Tape
     "binary_cross_entropy_with_logits"
 )
 def statistic(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A number from the pass that scales others: held, or by its derivative."""
+    """A statistic of the pass that scales other numbers: held, or followed by its derivative."""
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
         if run.n_samples > 1:
@@ -68,10 +68,10 @@ def normalised(
 
     Args:
         name: In certificates.
-        x: What is normalised.
+        x: The tensor to normalise.
         inverse: 1/σ, in float32 or better.
-        axes: Over which.
-        value: What the model has there.
+        axes: The axes to normalise over.
+        value: The model's own value.
         centred: Whether the mean is subtracted.
         weight: γ.
         bias: β.

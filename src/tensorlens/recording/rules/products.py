@@ -1,4 +1,4 @@
-"""Products, powers and quotients of live tensors: what is held, and in what the result stays linear."""
+"""Products, powers and quotients of live tensors: which factor is held, and in which the result stays linear."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settled(value: Any) -> Any:
 
 @of_value("mul")
 def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Linear with one live factor; with two, roles and the gate rule decide what is held."""
+    """Linear with one live factor; with two, roles and the gate rule decide which one is held."""
     a, b = args[0], args[1] if len(args) > 1 else kwargs["other"]
     if type(a) is not Live or type(b) is not Live:
         x, factor = (a, b) if type(a) is Live else (b, a)
@@ -66,7 +66,7 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _by_convention(a: Live, b: Live, how: str | None, value: Tensor) -> Live:
-    """Two live tensors without a role, or whose factor the rules keep alive."""
+    """A product of two live tensors without a role, or with a factor that the rules keep live."""
     run = now.tape
     kind = how or ("taylor" if run.rules.gate == "taylor" else "half")
     run.note("product: half and half" if kind == "half" else f"product: {kind}")
@@ -107,9 +107,9 @@ def power(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: di
 
 @family("matmul bmm mm rmatmul mv dot")
 def matrix_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Linear with one live factor. With two, the left one mixes and is held, the right one is carried.
+    """Linear with one live factor. With two, the left one mixes and is held, and the right one is carried.
 
-    q·kᵀ comes this way too, where holding is void because the softmax holds the result. With attention live both follow
+    q·kᵀ is such a product too; there holding has no effect: the softmax holds the result. With live attention both use
     `Rules.attention`.
     """
     left, right = (*args, *kwargs.values())[:2]
@@ -158,7 +158,7 @@ def linear_layer(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwa
         packed = None
         with quiet(), no_kernels():
             value = function(x, weight, bias)
-    else:  # a quantised weight is multiplied by code of its own
+    else:  # quantised weights have code of their own for products
         packed, value = parts_of(run, weight), function(value_of(x), weight, bias)
     role = role_after("linear", x, weight) if x.role or type(weight) in FOLLOWED else None
     return run.emit("linear", value, x, packed or weight, bias, role=role)
@@ -177,12 +177,12 @@ ADDED_PRODUCT = (
     *("input", "self", "batch1", "mat1", "vec1", "tensor1", "end"),
     *("batch2", "mat2", "vec2", "vec", "tensor2", "weight"),
 )
-"""What torch calls the summand and the two factors, in the order they are given."""
+"""Torch's names for the summand and the two factors, in the order of the arguments."""
 
 
 @family("addmm baddbmm addbmm addmv addcmul addcdiv lerp")
 def added_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum with a product in it, taken apart: each part has its own rule."""
+    """A sum that contains a product, split up: each part has its own rule."""
     base, left, right = (*args, *(kwargs[key] for key in ADDED_PRODUCT if key in kwargs))[:3]
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", kwargs.get("value", 1))
     if name == "lerp":
@@ -191,7 +191,7 @@ def added_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kw
         inner = left * right if name == "addcmul" else left / right
         return base + (inner if alpha == 1 else alpha * inner)
     if name == "addmm" and beta == alpha == 1 and is_live(left) and not is_live(right) and not is_live(base):
-        # a linear layer whose weight lies the other way round
+        # a linear layer with a transposed weight
         weight = raw(getattr, right, "mT")
         value = raw(function, *args, **kwargs)
         return run.emit("linear", value, left, weight, base, role=role_after("linear", left, weight))
@@ -207,7 +207,7 @@ def added_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kw
 def convolved(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A convolution. If input and weight are both live, the weight is held."""
     if not isinstance(function, torch._ops.OpOverload):
-        return run.by_kernels(function, args, kwargs)  # whose padding and strides are spelled out
+        return run.by_kernels(function, args, kwargs)  # with explicit padding and strides
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     if is_live(weight):
         how = run.rules.gate if run.rules.gate in ("half", "taylor") else "second held"
@@ -247,7 +247,7 @@ def grouped_product(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwa
 
 @rule("einsum")
 def einstein_sum(equation: str, *operands: Any) -> Any:
-    """As `matrix_product`: of several live operands all but the last are held, or all follow `Rules.attention`."""
+    """As in `matrix_product`: all live operands but the last are held, or all follow `Rules.attention`."""
     run = now.tape
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else list(operands)
     live = [i for i, operand in enumerate(given) if is_live(operand)]
@@ -282,7 +282,7 @@ def _mixed(equation: str, given: list[Any], place: int) -> Any:
 
 
 def _live_einsum(equation: str, given: list[Any], live: list[int], how: str) -> Any:
-    """w·Σ_i (sum with operand i live and the others held), and the constant that makes it right."""
+    """w·Σ_i (sum with operand i live and the others held), and the constant that restores the value."""
     run = now.tape
     run.note(f"product: {how}")
     if len(live) > 2 and how == "half":
@@ -321,7 +321,7 @@ def divide(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 
 def _live_quotient(above: Any, below: Live, value: Tensor) -> Live:
-    """a/b by its derivative: da/b⁰ - (y⁰/b⁰) db, and the constant that makes it right: y⁰."""
+    """a/b by its derivative: da/b⁰ - (y⁰/b⁰) db, and the constant that restores the value: y⁰."""
     run = now.tape
     run.note("quotient: derivative")
     spec = spec_of(value)
