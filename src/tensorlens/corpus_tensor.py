@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
+from rich.console import Console, RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
@@ -44,9 +45,6 @@ from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines
 from tensorlens.views.printing import as_html, heading, print_parts, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Outputs = Literal["own", "later"]
 LensFormat = Literal["tensorlens", "jacobian-lens"]

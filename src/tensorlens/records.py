@@ -15,24 +15,24 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
 import torch
 from msgspec.structs import force_setattr
+from rich.console import Console, RenderableType
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as packed
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_path
 from tensorlens.files import from_json, to_json, write_whole
+from tensorlens.views.printing import as_html, print_parts
 from tensorlens.views.table import Tabular
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """A position or a count, as a file may hold it."""
@@ -71,7 +71,7 @@ class Record(
 
     def _writers(self) -> Mapping[str, Writer]:
         """By suffix, what fills a file."""
-        return {suffix: _WRITERS[suffix](self) for suffix in self.loadable}
+        return {suffix: partial(_WRITERS[suffix], self) for suffix in self.loadable}
 
     def show(self, k: int = 10, console: Console | None = None) -> None:
         """Print the strongest entries.
@@ -80,13 +80,9 @@ class Record(
             k: Number of lines.
             console: Where to; standard output if None.
         """
-        from tensorlens.views.printing import print_parts
-
         print_parts(self._printed(k), console)
 
     def _repr_html_(self) -> str:
-        from tensorlens.views.printing import as_html
-
         return as_html(lambda console: self.show(console=console))
 
     def as_dict(self) -> dict[str, Any]:
@@ -244,18 +240,17 @@ def _check_format(record: type[Record], found: object) -> None:
     )
 
 
-def _json_writer(record: Record) -> Writer:
-    text = to_json(_coded(record.as_dict()), ascii_only=True)
-    return lambda path: path.write_text(text, encoding="utf-8")
+def _write_json(record: Record, path: Path) -> None:
+    path.write_text(to_json(_coded(record.as_dict()), ascii_only=True), encoding="utf-8")
 
 
-def _safetensors_writer(record: Record) -> Writer:
+def _write_safetensors(record: Record, path: Path) -> None:
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     document = record.as_dict()
     text = to_json(_coded({name: document[name] for name in fields if name not in tensors}), ascii_only=True)
     header = {"format": str(record.__struct_config__.tag), "record": text}
-    return lambda path: path.write_bytes(packed(tensors, metadata=header))
+    save_file(tensors, path, header)
 
 
 def _read_json(path: Path, record: type[Record]) -> Any:
@@ -275,7 +270,7 @@ def _read_safetensors(path: Path, record: type[Record]) -> Any:
     return fields | tensors | {"format": header["format"]}
 
 
-_WRITERS: dict[str, Callable[[Record], Writer]] = {".json": _json_writer, ".safetensors": _safetensors_writer}
+_WRITERS: dict[str, Callable[[Record, Path], None]] = {".json": _write_json, ".safetensors": _write_safetensors}
 _READERS: dict[str, Callable[[Path, type[Record]], Any]] = {".json": _read_json, ".safetensors": _read_safetensors}
 
 

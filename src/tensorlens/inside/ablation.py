@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
@@ -29,9 +30,6 @@ from tensorlens.records import Record
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Replacement = Literal["zero", "mean"]
 Named = Component | tuple[int, int] | str

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from rich.console import Console, RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
@@ -31,9 +32,6 @@ from tensorlens.models.modes import own_modes
 from tensorlens.progress import bar
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Scoring = Literal["rules", "integrated"]
 Order = Literal["magnitude", "signed"]

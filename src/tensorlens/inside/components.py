@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
 from jaxtyping import Float
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
@@ -20,9 +21,6 @@ from tensorlens.records import Record, as_array
 from tensorlens.views.captions import headline_of
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Effect = Literal["total", "direct"]
 

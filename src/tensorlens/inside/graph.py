@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
@@ -35,9 +36,6 @@ from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 AT_A_TIME = 32
 """How many nodes are opened together: pulling them one by one would take as many walks."""
