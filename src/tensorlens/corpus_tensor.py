@@ -25,7 +25,7 @@ from torch import Tensor
 from tensorlens import cancel
 from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
@@ -155,8 +155,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 f"Expected a matrix and a bias of as many channels for each block; got shapes "
                 f"{tuple(self.matrices.shape)} and {tuple(self.bias.shape)}."
             )
-        if self.outputs not in get_args(Outputs):
-            raise InputError(f"`outputs` must be 'own' or 'later'; got {self.outputs!r:.60}.")
+        check_choice(self.outputs, "outputs", get_args(Outputs))
         n, (n_out, n_in) = self.first + len(self.matrices), self.matrices.shape[1:]
         inner = [None if one is None else tuple(one.shape) for one in (self.middle, self.middle_bias)]
         if inner not in ([None, None], [(n, n_out, n_in), (n, n_out)]):
@@ -194,8 +193,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 opens. It reads words by the model's own norm and head and has no constant, so the lens must have been
                 fitted with ``Rules.jacobian(include_final_norm=False)`` or another set without the final norm.
         """
-        if format not in get_args(LensFormat):
-            raise InputError(f"`format` must be one of {', '.join(get_args(LensFormat))}; got {format!r:.60}.")
+        check_choice(format, "format", get_args(LensFormat))
         if format == "tensorlens":
             return super().save(path)
         path, rules = check_path(path), self.meta.get("rules")
@@ -252,8 +250,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
         """
-        if outputs not in get_args(Outputs):
-            raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
+        check_choice(outputs, "outputs", get_args(Outputs))
         check_lens(lens)
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError, TensorLensError, check_choice
 from tensorlens.files import write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
@@ -196,8 +196,7 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
 
 def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> Packed:
     """An operator and what maps record about its input, as records and memories."""
-    if weights not in ("inside", "reference"):
-        raise InputError(f"`weights` must be 'inside' or 'reference'; got {weights!r:.60}.")
+    check_choice(weights, "weights", get_args(Weights))
     recording, classes = operator.recording, context.classes
     program, constants = recording.program, recording.program.constants
     constants.check()

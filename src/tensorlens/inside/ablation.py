@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
 from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_choice
 from tensorlens.inside.block import Part
 from tensorlens.inside.seats import Edit, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
@@ -96,8 +96,7 @@ def ablation(
         to: What stands in its place.
         over: Operators of the inputs whose mean it is; the input's own tokens alone if there are none.
     """
-    if to not in ("zero", "mean"):
-        raise InputError(f"`to` must be 'zero' or 'mean'; got {to!r}.")
+    check_choice(to, "to", get_args(Replacement))
     run = asked.run()
     chosen = _chosen(run, components)
     values = _values(run, chosen, to, over)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_whole
+from tensorlens.errors import InputError, check_choice, check_whole
 from tensorlens.inside.block import Finer
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
@@ -167,8 +167,7 @@ def find_components(run: Pass, effect: Effect) -> Found:
         run: The pass.
         effect: ``"total"`` by all paths to the target, ``"direct"`` by the stream alone.
     """
-    if effect not in ("total", "direct"):
-        raise InputError(f"`effect` must be 'total' or 'direct'; got {effect!r}.")
+    check_choice(effect, "effect", get_args(Effect))
     return total(run) if effect == "total" else direct(run)
 
 

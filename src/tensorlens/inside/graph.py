@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_path, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import Finer, Part
 from tensorlens.inside.features import ActiveFeature, features_of
@@ -151,8 +151,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
             format: ``"tensorlens"``, which `load` reads, or ``"circuit-tracer"``: the JSON that circuit-tracer's page
                 and Neuronpedia draw.
         """
-        if format not in get_args(GraphFormat):
-            raise InputError(f"`format` must be one of {', '.join(get_args(GraphFormat))}; got {format!r:.60}.")
+        check_choice(format, "format", get_args(GraphFormat))
         if format == "tensorlens":
             return super().save(path)
         path = check_path(path)
