@@ -25,12 +25,12 @@ import torch
 from msgspec.structs import force_setattr
 from rich.console import Console, RenderableType
 from rich.text import Text
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_path
-from tensorlens.files import from_json, to_json, write_whole
+from tensorlens.files import from_json, reading, to_json, write_whole
 from tensorlens.views.printing import as_html, print_parts
 from tensorlens.views.table import Tabular
 
@@ -117,18 +117,8 @@ class Record(
                 f"Expected a file ending in {' or '.join(cls.loadable)}, which `{cls.__name__}.load` reads; got "
                 f"{path.name!r:.100}."
             )
-        if not path.is_file():
-            raise InputError(f"Expected a file that `{cls.__name__}.save` wrote; {str(path)!r} does not exist.")
-        try:
+        with reading(path, f"`{cls.__name__}.save`"):
             return msgspec.convert(read(path, cls), cls, dec_hook=_tensor)
-        except _Foreign as error:
-            raise InputError(f"Could not load {path.name!r}: {error}") from None
-        except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, RecursionError, OSError) as error:
-            raise InputError(
-                f"Could not load {path.name!r}: expected a complete file that `{cls.__name__}.save` wrote, got "
-                f"a damaged "
-                f"one ({type(error).__name__}: {str(error)[:300]}). Save it again."
-            ) from error
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -215,29 +205,24 @@ def _tensor(kind: Any, value: Any) -> Tensor:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-class _Foreign(Exception):
-    """A file of another format, or of another version of this one."""
-
-
-def _check_format(record: type[Record], found: object) -> None:
+def _check_format(path: Path, record: type[Record], found: object) -> None:
+    """Refuse a file of another format, or of another version of this one."""
     ours = str(record.__struct_config__.tag)
     family, _, version = found.rpartition("/") if isinstance(found, str) else ("", "", "")
     name, _, known = ours.rpartition("/")
     if family != name:
-        raise _Foreign(
-            f"expected {ours!r}, got {reprlib.repr(found)} as its format. Pass a file that `{record.__name__}.save` "
-            "wrote."
-        )
-    if version == known:
+        got = reprlib.repr(found)
+        why = f"expected {ours!r}, got {got} as its format. Pass a file that `{record.__name__}.save` wrote"
+    elif version == known:
         return
-    if version.isdecimal() and len(version) < 9 and int(version) < int(known):
-        raise _Foreign(
-            f"expected format {known}, got format {version} of an older TensorLens. Compute and save it again."
+    elif version.isdecimal() and len(version) < 9 and int(version) < int(known):
+        why = f"expected format {known}, got format {version} of an older TensorLens. Compute and save it again"
+    else:
+        why = (
+            f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Install the newer "
+            "one from its wheel or clone (the package is not published yet)"
         )
-    raise _Foreign(
-        f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Install the "
-        "newer one from its wheel or clone (the package is not published yet)."
-    )
+    raise InputError(f"Could not load {path.name!r}: {why}.")
 
 
 def _write_json(record: Record, path: Path) -> None:
@@ -255,14 +240,14 @@ def _write_safetensors(record: Record, path: Path) -> None:
 
 def _read_json(path: Path, record: type[Record]) -> Any:
     document = from_json(path.read_text("utf-8"))
-    _check_format(record, document.get("format") if isinstance(document, dict) else None)
+    _check_format(path, record, document.get("format") if isinstance(document, dict) else None)
     return _decoded(document)
 
 
 def _read_safetensors(path: Path, record: type[Record]) -> Any:
     with safe_open(path, framework="pt") as file:
         header = file.metadata() or {}
-        _check_format(record, header.get("format"))
+        _check_format(path, record, header.get("format"))
         fields = _decoded(from_json(header["record"]))
         if not isinstance(fields, dict):
             raise TypeError("no fields in its header")
