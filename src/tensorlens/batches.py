@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, TensorLensError, check_iterable
+from tensorlens.errors import InputError, MethodError, TensorLensError, check_choice, check_iterable, check_whole
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row
 from tensorlens.maps.methods import (
     METHODS,
@@ -545,10 +545,9 @@ class DatasetMaps(InBatches):
     ) -> None:
         rows = rows or Rows()
         asked.check()
-        if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
-            raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}.")
-        if rows.on_error not in ("raise", "skip"):
-            raise InputError(f"`on_error` must be 'raise' or 'skip'; got {rows.on_error!r}.")
+        if batch_size is not None:
+            check_whole(batch_size, "batch_size", 1)
+        check_choice(rows.on_error, "on_error", ("raise", "skip"))
         super().__init__(specimen, asked.methods, batch_size, seed=asked.seed)
         self.asked, self.rows = asked, rows
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
 from msgspec.structs import force_setattr
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
@@ -29,9 +30,6 @@ from tensorlens.records import Index, Record
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 PROBES = 16
 """Random directions per norm; the relative error of a norm is about 1/√(2·probes)."""

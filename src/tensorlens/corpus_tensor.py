@@ -13,22 +13,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
+from rich.console import Console, RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
 from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole
-from tensorlens.files import to_json, write_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole
+from tensorlens.files import from_json, reading, to_json, write_whole
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
-from tensorlens.lens_files import lens_payload, read_lens
 from tensorlens.maps.targets import Classes, Said
 from tensorlens.models.layouts import state_of
 from tensorlens.models.modes import own_modes
@@ -44,9 +44,6 @@ from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines
 from tensorlens.views.printing import as_html, heading, print_parts, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Outputs = Literal["own", "later"]
 LensFormat = Literal["tensorlens", "jacobian-lens"]
@@ -157,8 +154,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 f"Expected a matrix and a bias of as many channels for each block; got shapes "
                 f"{tuple(self.matrices.shape)} and {tuple(self.bias.shape)}."
             )
-        if self.outputs not in get_args(Outputs):
-            raise InputError(f"`outputs` must be 'own' or 'later'; got {self.outputs!r:.60}.")
+        check_choice(self.outputs, "outputs", get_args(Outputs))
         n, (n_out, n_in) = self.first + len(self.matrices), self.matrices.shape[1:]
         inner = [None if one is None else tuple(one.shape) for one in (self.middle, self.middle_bias)]
         if inner not in ([None, None], [(n, n_out, n_in), (n, n_out)]):
@@ -196,8 +192,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 opens. It reads words by the model's own norm and head and has no constant, so the lens must have been
                 fitted with ``Rules.jacobian(include_final_norm=False)`` or another set without the final norm.
         """
-        if format not in get_args(LensFormat):
-            raise InputError(f"`format` must be one of {', '.join(get_args(LensFormat))}; got {format!r:.60}.")
+        check_choice(format, "format", get_args(LensFormat))
         if format == "tensorlens":
             return super().save(path)
         path, rules = check_path(path), self.meta.get("rules")
@@ -206,10 +201,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
                 f"A Jacobian lens is a .pt file of operators before the final norm; got {path.name!r}. Fit with "
                 "`Rules.jacobian(include_final_norm=False)`, outputs='later'."
             )
-        own: dict[str, Any] = {"outputs": self.outputs, "meta": to_json(self.meta)}
-        own |= {} if self.middle is None else {"middle": self.middle, "middle_bias": self.middle_bias}
-        payload = lens_payload(self.matrices, self.bias, self.first, self.n_texts, self.meta, own)
-        return write_whole(path, lambda file: torch.save(payload, file))
+        return write_whole(path, lambda file: torch.save(_as_lens(self), file))
 
     @classmethod
     def load(cls, path: str | Path) -> CorpusTensor:
@@ -217,7 +209,8 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         path = check_path(path)
         if path.suffix != ".pt":
             return super().load(path)
-        return cls(**read_lens(path))
+        with reading(path, "`CorpusTensor.save` or another fit of a lens"):
+            return cls(**_of_lens(torch.load(path, map_location="cpu", weights_only=True)))
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
@@ -254,8 +247,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             seed: Random seed for the probes.
             progress: Whether to show a progress bar; on a terminal if None.
         """
-        if outputs not in get_args(Outputs):
-            raise InputError(f"`outputs` must be 'own' or 'later'; got {outputs!r:.60}.")
+        check_choice(outputs, "outputs", get_args(Outputs))
         check_lens(lens)
         check_several(texts)
         sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)
@@ -324,6 +316,58 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             identity=tuple(_identity_shares(torch.stack([one[2] for one in places])).tolist()),
             places=() if self.middle is None else tuple(one[0] for one in places),
         )
+
+
+# The .pt files of published Jacobian lenses, which TransformerLens reads and writes too ------------------------------
+
+OWN = "tensorlens"
+"""Where the file of a lens holds what the format has no place for: the state that enters the first block, biases."""
+
+
+def _as_lens(made: CorpusTensor) -> dict[str, Any]:
+    """What the file of a lens holds: `J[n]` leads from what block n gives, the state that enters block n + 1."""
+    matrices, first, rules = made.matrices, made.first, made.meta.get("rules")
+    jacobians = {first + i - 1: matrix.clone() for i, matrix in enumerate(matrices) if first + i > 0}
+    said = {
+        "fitted_by": "tensorlens",
+        "model": str(made.meta.get("model")),
+        "rules": ", ".join(f"{key}={value}" for key, value in rules.items()) if isinstance(rules, dict) else "",
+    }
+    own = {"first": first, "bias": made.bias.clone(), "before": matrices[: 1 if first == 0 else 0].clone()}
+    middle = {} if made.middle is None else {"middle": made.middle, "middle_bias": made.middle_bias}
+    return {
+        "J": jacobians,
+        "n_prompts": made.n_texts,
+        "source_layers": sorted(jacobians),
+        "d_model": matrices.shape[-1],
+        "metadata": said,
+        OWN: {**own, "outputs": made.outputs, "meta": to_json(made.meta), **middle},
+    }
+
+
+def _of_lens(held: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `CorpusTensor` in such a file; a fit that was interrupted holds sums instead of means."""
+    n_texts = int(held.get("n_prompts", held.get("n_done", 0)))
+    found, scale = (held["J"], 1) if "J" in held else (held["jacobian_sum"], max(1, n_texts))
+    layers = sorted(int(layer) for layer in found)
+    matrices = torch.stack([torch.as_tensor(found[layer]) / scale for layer in layers])
+    matrices = matrices if matrices.dtype == torch.float64 else matrices.float()
+    if layers != list(range(layers[0], layers[-1] + 1)) or matrices.dim() != 3:
+        raise ValueError(f"layers {layers[:8]} with matrices of {matrices.dim() - 1} axes")
+    own, said, first = held.get(OWN) or {}, held.get("metadata"), layers[0] + 1
+    if own and len(own["before"]):
+        matrices, first = torch.cat([own["before"].to(matrices), matrices]), 0
+    return {
+        "matrices": matrices,
+        "bias": own["bias"].to(matrices) if own else matrices.new_zeros(matrices.shape[:2]),
+        "first": first,
+        "n_texts": n_texts,
+        "outputs": own["outputs"] if own else "later",
+        "meta": from_json(own["meta"])
+        if own
+        else {"rules": {"include_final_norm": False}} | (said if isinstance(said, dict) else {}),
+        **{name: own[name].to(matrices) for name in ("middle", "middle_bias") if name in own},
+    }
 
 
 def _identity_shares(matrices: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ specific class; callers who do not care catch `TensorLensError`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
@@ -56,6 +56,13 @@ def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int
         bounds = f"of at least {least}" if most == LARGE else f"from {least} to {most}"
         raise InputError(f"`{name}` must be a whole number {bounds}; got {value!r:.60}.")
     return int(value)
+
+
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of some words."""
+    if value not in choices:
+        either = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+        raise InputError(f"`{name}` must be {either}; got {value!r:.60}.")
 
 
 def check_iterable(value: Any, name: str, expected: str) -> list[Any]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
+from rich.console import Console
+from rich.text import Text
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
@@ -22,10 +23,9 @@ from tensorlens.recommendations import Recommendation, recommended
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
 from tensorlens.views.captions import badge, predicted
+from tensorlens.views.printing import as_html, heading, print_parts
 from tensorlens.views.table import Table, Tabular
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from tensorlens.views.terminal import show_body
 
 N_PREDICTIONS = 3
 GROUPS = {"passage": "sentences"}
@@ -153,21 +153,12 @@ class Explanation(Tabular):
 
     def show(self, console: Console | None = None) -> None:
         """Print headline, prediction, map and what it sums to; without a console, to standard output."""
-        from rich.text import Text
-
-        from tensorlens.views.printing import heading, print_parts
-
         first, *others = self.lines()
         print_parts([heading(first), *map(Text, others)], console)
         self.show_map(console)
 
     def show_map(self, console: Console | None = None) -> None:
         """Print the map, what it sums to and by which rules, without its provenance."""
-        from rich.text import Text
-
-        from tensorlens.views.printing import print_parts
-        from tensorlens.views.terminal import show_body
-
         if isinstance(self.map, TokenMap):
             show_body(self.map.view(), console)
         else:
@@ -177,8 +168,6 @@ class Explanation(Tabular):
     def _repr_html_(self) -> str:
         if isinstance(self.map, TokenMap):
             return self.map._repr_html_()
-        from tensorlens.views.printing import as_html
-
         return as_html(self.show)
 
     def save(self, path: str | Path) -> Path:

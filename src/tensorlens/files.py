@@ -13,7 +13,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,30 @@ def write_whole(path: Path, content: Content) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+@contextmanager
+def reading(path: Path, by: str) -> Iterator[None]:
+    """A context for reading a file of ours: whatever a missing or damaged one raises becomes one error.
+
+    Args:
+        path: The file.
+        by: What writes such files.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    if not path.is_file():
+        raise InputError(f"Expected a file that {by} wrote; {str(path)!r} does not exist.")
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"Could not load {path.name!r}: expected a complete file that {by} wrote, got a damaged one "
+            f"({type(error).__name__}: {str(error)[:300]}). Save it again."
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> Path:

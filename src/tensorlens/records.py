@@ -15,24 +15,24 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
 import torch
 from msgspec.structs import force_setattr
+from rich.console import Console, RenderableType
 from rich.text import Text
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as packed
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_path
-from tensorlens.files import from_json, to_json, write_whole
+from tensorlens.files import from_json, reading, to_json, write_whole
+from tensorlens.views.printing import as_html, print_parts
 from tensorlens.views.table import Tabular
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """A position or a count, as a file may hold it."""
@@ -71,7 +71,7 @@ class Record(
 
     def _writers(self) -> Mapping[str, Writer]:
         """By suffix, what fills a file."""
-        return {suffix: _WRITERS[suffix](self) for suffix in self.loadable}
+        return {suffix: partial(_WRITERS[suffix], self) for suffix in self.loadable}
 
     def show(self, k: int = 10, console: Console | None = None) -> None:
         """Print the strongest entries.
@@ -80,13 +80,9 @@ class Record(
             k: Number of lines.
             console: Where to; standard output if None.
         """
-        from tensorlens.views.printing import print_parts
-
         print_parts(self._printed(k), console)
 
     def _repr_html_(self) -> str:
-        from tensorlens.views.printing import as_html
-
         return as_html(lambda console: self.show(console=console))
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,18 +117,8 @@ class Record(
                 f"Expected a file ending in {' or '.join(cls.loadable)}, which `{cls.__name__}.load` reads; got "
                 f"{path.name!r:.100}."
             )
-        if not path.is_file():
-            raise InputError(f"Expected a file that `{cls.__name__}.save` wrote; {str(path)!r} does not exist.")
-        try:
+        with reading(path, f"`{cls.__name__}.save`"):
             return msgspec.convert(read(path, cls), cls, dec_hook=_tensor)
-        except _Foreign as error:
-            raise InputError(f"Could not load {path.name!r}: {error}") from None
-        except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, RecursionError, OSError) as error:
-            raise InputError(
-                f"Could not load {path.name!r}: expected a complete file that `{cls.__name__}.save` wrote, got "
-                f"a damaged "
-                f"one ({type(error).__name__}: {str(error)[:300]}). Save it again."
-            ) from error
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
@@ -219,55 +205,49 @@ def _tensor(kind: Any, value: Any) -> Tensor:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-class _Foreign(Exception):
-    """A file of another format, or of another version of this one."""
-
-
-def _check_format(record: type[Record], found: object) -> None:
+def _check_format(path: Path, record: type[Record], found: object) -> None:
+    """Refuse a file of another format, or of another version of this one."""
     ours = str(record.__struct_config__.tag)
     family, _, version = found.rpartition("/") if isinstance(found, str) else ("", "", "")
     name, _, known = ours.rpartition("/")
     if family != name:
-        raise _Foreign(
-            f"expected {ours!r}, got {reprlib.repr(found)} as its format. Pass a file that `{record.__name__}.save` "
-            "wrote."
-        )
-    if version == known:
+        got = reprlib.repr(found)
+        why = f"expected {ours!r}, got {got} as its format. Pass a file that `{record.__name__}.save` wrote"
+    elif version == known:
         return
-    if version.isdecimal() and len(version) < 9 and int(version) < int(known):
-        raise _Foreign(
-            f"expected format {known}, got format {version} of an older TensorLens. Compute and save it again."
+    elif version.isdecimal() and len(version) < 9 and int(version) < int(known):
+        why = f"expected format {known}, got format {version} of an older TensorLens. Compute and save it again"
+    else:
+        why = (
+            f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Install the newer "
+            "one from its wheel or clone (the package is not published yet)"
         )
-    raise _Foreign(
-        f"expected format {known}, got format {version[:20]!r}, which a newer TensorLens wrote. Install the "
-        "newer one from its wheel or clone (the package is not published yet)."
-    )
+    raise InputError(f"Could not load {path.name!r}: {why}.")
 
 
-def _json_writer(record: Record) -> Writer:
-    text = to_json(_coded(record.as_dict()), ascii_only=True)
-    return lambda path: path.write_text(text, encoding="utf-8")
+def _write_json(record: Record, path: Path) -> None:
+    path.write_text(to_json(_coded(record.as_dict()), ascii_only=True), encoding="utf-8")
 
 
-def _safetensors_writer(record: Record) -> Writer:
+def _write_safetensors(record: Record, path: Path) -> None:
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     document = record.as_dict()
     text = to_json(_coded({name: document[name] for name in fields if name not in tensors}), ascii_only=True)
     header = {"format": str(record.__struct_config__.tag), "record": text}
-    return lambda path: path.write_bytes(packed(tensors, metadata=header))
+    save_file(tensors, path, header)
 
 
 def _read_json(path: Path, record: type[Record]) -> Any:
     document = from_json(path.read_text("utf-8"))
-    _check_format(record, document.get("format") if isinstance(document, dict) else None)
+    _check_format(path, record, document.get("format") if isinstance(document, dict) else None)
     return _decoded(document)
 
 
 def _read_safetensors(path: Path, record: type[Record]) -> Any:
     with safe_open(path, framework="pt") as file:
         header = file.metadata() or {}
-        _check_format(record, header.get("format"))
+        _check_format(path, record, header.get("format"))
         fields = _decoded(from_json(header["record"]))
         if not isinstance(fields, dict):
             raise TypeError("no fields in its header")
@@ -275,7 +255,7 @@ def _read_safetensors(path: Path, record: type[Record]) -> Any:
     return fields | tensors | {"format": header["format"]}
 
 
-_WRITERS: dict[str, Callable[[Record], Writer]] = {".json": _json_writer, ".safetensors": _safetensors_writer}
+_WRITERS: dict[str, Callable[[Record, Path], None]] = {".json": _write_json, ".safetensors": _write_safetensors}
 _READERS: dict[str, Callable[[Path, type[Record]], Any]] = {".json": _read_json, ".safetensors": _read_safetensors}
 
 

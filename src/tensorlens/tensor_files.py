@@ -13,16 +13,16 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, TensorLensError
-from tensorlens.files import write_whole
+from tensorlens.errors import InputError, check_choice
+from tensorlens.files import reading, write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import Choice, Meeting, Mixture
@@ -196,8 +196,7 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
 
 def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> Packed:
     """An operator and what maps record about its input, as records and memories."""
-    if weights not in ("inside", "reference"):
-        raise InputError(f"`weights` must be 'inside' or 'reference'; got {weights!r:.60}.")
+    check_choice(weights, "weights", get_args(Weights))
     recording, classes = operator.recording, context.classes
     program, constants = recording.program, recording.program.constants
     constants.check()
@@ -347,28 +346,19 @@ def _checksum(record: bytes) -> str:
 
 def read_tensor(path: Path, model: nn.Module | None, device: str | None) -> tuple[FrozenOperator, Context]:
     """The operator and the context of a file."""
-    if not path.is_file():
-        raise InputError(f"Expected a file that `AttentionTensor.save` wrote; {str(path)!r} does not exist.")
-    try:
-        with safe_open(path, "pt") as opened:
-            header = opened.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise InputError(
-                    f"Expected a file of the format {FORMAT!r}, which `AttentionTensor.save` writes; {path.name!r} is "
-                    f"of {header.get('format', 'no known format')!r:.60}."
-                )
-            record = header.get("tensor", "").encode()
-            if header.get("checksum") != _checksum(record):  # steps with other arguments would only fail when asked
-                raise InputError(
-                    f"Expected a file as `AttentionTensor.save` wrote it; {path.name!r} was changed since."
-                )
-            # Copies: a file places tensors at any multiple of their size, and products of such memory round otherwise
-            # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
-            return unpack(record, lambda name: opened.get_tensor(name).clone(), model, device)
-    except SafetensorError as error:
-        raise InputError(
-            f"Expected a safetensors file; {path.name!r} is damaged: {str(error)[:300]}. Save it again."
-        ) from error
+    with reading(path, "`AttentionTensor.save`"), safe_open(path, "pt") as opened:
+        header = opened.metadata() or {}
+        if header.get("format") != FORMAT:
+            raise InputError(
+                f"Expected a file of the format {FORMAT!r}, which `AttentionTensor.save` writes; {path.name!r} is "
+                f"of {header.get('format', 'no known format')!r:.60}."
+            )
+        record = header.get("tensor", "").encode()
+        if header.get("checksum") != _checksum(record):  # steps with other arguments would only fail when asked
+            raise InputError(f"Expected a file as `AttentionTensor.save` wrote it; {path.name!r} was changed since.")
+        # Copies: a file places tensors at any multiple of their size, and products of such memory round otherwise
+        # than those of memory that torch has laid out. And whoever overwrites the file does not change T.
+        return unpack(record, lambda name: opened.get_tensor(name).clone(), model, device)
 
 
 def unpack(
@@ -382,20 +372,13 @@ def unpack(
         model: The model, for weights that are stored by name.
         device: Where everything goes; where it was if None, or on the CPU where this machine has no such device.
     """
-    try:
-        record = msgspec.json.decode(header, type=TensorRecord, dec_hook=lambda kind, one: KINDS[kind.__name__][2](one))
-        to = _device(record, device)
-        tensors = _restore_tensors(record.tensors, memory, None if model is None else ModulePlaces(model).weights, to)
-        of, n_classes = record.context, record.context.n_classes
-        classes = None if n_classes is None else Classes(n_classes=n_classes, labels=of.labels)
-        context = Context(tokens=of.tokens, classes=classes, meta=of.meta, out_tokens=of.out_tokens)
-        return _operator(record, tensors, to), context
-    except InputError:
-        raise
-    except (TensorLensError, msgspec.MsgspecError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"Expected a file as `AttentionTensor.save` wrote it; it is damaged: {str(error)[:300]}. Save it again."
-        ) from error
+    record = msgspec.json.decode(header, type=TensorRecord, dec_hook=lambda kind, one: KINDS[kind.__name__][2](one))
+    to = _device(record, device)
+    tensors = _restore_tensors(record.tensors, memory, None if model is None else ModulePlaces(model).weights, to)
+    of, n_classes = record.context, record.context.n_classes
+    classes = None if n_classes is None else Classes(n_classes=n_classes, labels=of.labels)
+    context = Context(tokens=of.tokens, classes=classes, meta=of.meta, out_tokens=of.out_tokens)
+    return _operator(record, tensors, to), context
 
 
 def _device(record: TensorRecord, asked: str | None) -> torch.device | None:
@@ -425,7 +408,7 @@ def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch
 
 
 def _restore_program(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch.device | None) -> Program:
-    """The program of a record; a damaged one raises whatever comes, which `unpack` turns into one error."""
+    """The program of a record; a damaged one raises whatever comes, which `reading` turns into one error."""
     stored = record.program
     places = {int(key[1:]): value for key, value in tensors.items() if key.startswith("c") and key[1:].isdigit()}
     names = {int(key[1:]): view.name for key, view in record.tensors.views.items() if view.name is not None}

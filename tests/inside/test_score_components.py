@@ -149,5 +149,5 @@ def test_within_an_encoder_pairs_sum_too() -> None:
 
 
 def test_another_way_to_take_it_apart_is_refused(unchecked: None) -> None:
-    with pytest.raises(tl.InputError, match="'token' or 'component'"):
+    with pytest.raises(tl.InputError, match="token or component"):
         tensor("gpt2").score(0, 0, 3, 1, by="neuron")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import MethodError, check_choice
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS
 from tensorlens.memory import in_parts
@@ -65,8 +65,7 @@ class Targets(NamedTuple):
 
 def make_targets(recording: Recording, ids: Sequence[int], first: int, kind: TargetKind) -> Targets:
     """The targets of the tokens `ids`, the first of them predicted at position `first`."""
-    if kind not in get_args(TargetKind):
-        raise InputError(f"`target` must be one of {', '.join(get_args(TargetKind))}; got {kind!r}.")
+    check_choice(kind, "target", get_args(TargetKind))
     readout = recording.readout
     assert readout is not None and readout.dim() == 3, "asked of a model with logits for each token"
     chosen = torch.tensor(ids, device=readout.device)

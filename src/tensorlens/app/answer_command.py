@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tensorlens.app import options
-from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_choice, check_file
+from tensorlens.app.options import Certify, FinalNorm, Json, MapFile, Model, ModelOptions, check_file
 from tensorlens.app.printing import certified, map_content, print_json, save, show_map, stage, teller, while_waiting
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_choice
 from tensorlens.recommendations import recommended
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ def _check(
     answer: str | None, against: str | None, groups: str, rows: str, target: str | None, *, through: bool
 ) -> None:
     """Refuse what no model could answer, before one is loaded."""
-    check_choice("groups", groups, GROUPS)
-    check_choice("rows", rows, ("answer", *GROUPS))
-    check_choice("target", target, TARGETS)
+    check_choice(groups, "--groups", GROUPS)
+    check_choice(rows, "--rows", ("answer", *GROUPS))
+    check_choice(TARGETS[0] if target is None else target, "--target", TARGETS)
     for name, value in (("answer", answer), ("against", against)):
         if value is not None and not value.strip():
             raise InputError(f"`--{name}` must not be empty; got {value!r}.")
@@ -164,9 +164,9 @@ def similar(
     Example: tensorlens similar minilm "A man plays guitar." "She makes music."
     """
     reading.check(model)
-    check_choice("groups", groups, GROUPS)
-    check_choice("measure", measure, MEASURES)
-    check_choice("pooling", pooling, POOLINGS)
+    check_choice(groups, "--groups", GROUPS)
+    check_choice(measure, "--measure", MEASURES)
+    check_choice(POOLINGS[0] if pooling is None else pooling, "--pooling", POOLINGS)
     check_file(out, SUFFIXES)
     a, b = options.read_input(first), options.read_input(second)
     c = None if against is None else options.read_input(against)

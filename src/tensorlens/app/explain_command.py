@@ -25,11 +25,10 @@ from tensorlens.app.options import (
     ModelOptions,
     OtherTarget,
     TargetName,
-    check_choice,
     check_method_name,
 )
 from tensorlens.app.printing import certified, map_content, print_json, save, show_map, stage, teller, while_waiting
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_choice
 from tensorlens.recommendations import QUESTIONS
 from tensorlens.views.captions import is_of_tensor, predicted
 
@@ -70,7 +69,7 @@ def explain_(
     Example: tensorlens explain smollm2-135m "The Eiffel Tower is in the city of"
     """
     written = one_text(model, text or [])
-    check_choice("for", question, QUESTIONS)
+    check_choice(question, "--for", QUESTIONS)
     reading.check(model)
     options.check_file(out, (".html", ".json", ".safetensors") if question == "component" else options.SUFFIXES)
     read = options.read_input(written)
@@ -237,7 +236,7 @@ def _found(T: AttentionTensor, question: MapQuestion, norm: str, words: bool | N
 
 def _check_method(name: str | None, target: Any, norm: str) -> None:
     """Refuse a method that does not exist or does not take what it was given."""
-    check_choice("norm", norm, NORMS)
+    check_choice(norm, "--norm", NORMS)
     if name is None:
         return
     check_method_name(name)

@@ -20,11 +20,11 @@ from tensorlens.app.options import (
     OtherTarget,
     PageFile,
     TargetName,
-    check_choice,
     check_file,
     target_of,
 )
 from tensorlens.app.printing import print_json, print_rows, save, stage, teller, while_waiting
+from tensorlens.errors import check_choice
 from tensorlens.recommendations import recommended
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def circuit_(
     A .json file holds the graph in circuit-tracer's format.
     """
     reading.check(model)
-    check_choice("unit", unit, UNITS)
-    check_choice("scores", scores, SCORES)
+    check_choice(unit, "--unit", UNITS)
+    check_choice(scores, "--scores", SCORES)
     check_file(out, SUFFIXES)
     lens = replace(reading, rules=reading.rules or recommended("component").rules.name).lens(model)
     import tensorlens as tl

@@ -16,7 +16,7 @@ import typer
 from tensorlens.app import options
 from tensorlens.app.options import Json, Model, ModelOptions, OtherTarget, TargetName, check_method_name
 from tensorlens.app.printing import print_json
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_choice
 
 if TYPE_CHECKING:
     from tensorlens.mapper import Mapper
@@ -95,7 +95,7 @@ def maps(
 def _check(method: str, on_error: str, out: Path) -> None:
     """Refuse what can be refused before torch is imported."""
     check_method_name(method)
-    options.check_choice("on-error", on_error, ("raise", "skip"))
+    check_choice(on_error, "--on-error", ("raise", "skip"))
     if out.is_file() and out.suffix.lower() not in (".csv", ".jsonl"):
         raise InputError(
             f"`--out` must be a folder, or a .csv or .jsonl file; {str(out)!r} is a different kind of file."

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from tensorlens.app.printing import stage
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_choice
 from tensorlens.recording.conventions import RULE_SETS, Rules
 from tensorlens.studies.options import check_member, split
 
@@ -79,7 +79,7 @@ class LoadOptions:
         from tensorlens.models.resolving import check_model_name, is_hub_id
 
         if self.dtype is not None:
-            check_choice("dtype", self.dtype, DTYPES)
+            check_choice(self.dtype, "--dtype", DTYPES)
         check_model_name(model, self.revision)
         if is_hub_id(model):
             from tensorlens.models.resolving import ask_hub
@@ -175,13 +175,6 @@ def read_input(value: str, *, images: bool = True) -> str:
             f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and use - in its place."
         )
     return text
-
-
-def check_choice(option: str, given: str | None, known: Sequence[str]) -> None:
-    """Refuse a value that an option does not take; None was not given."""
-    if given is not None and given not in known:
-        either = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
-        raise InputError(f"`--{option}` must be {either}; got {given!r}.")
 
 
 def listed(text: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.measure import Measurement
 
@@ -52,8 +53,6 @@ def teller(*, as_json: bool) -> Say:
 
 def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
     """The map with its certificate, which is also said in one line."""
-    from msgspec.structs import replace
-
     with while_waiting("Measuring the certificate; --no-certify skips it"):
         certificate = T.certificate()
     say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
@@ -62,8 +61,6 @@ def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
 
 def show_map(found: TokenMap, say: Say, *, is_saved: bool) -> None:
     """Say a map before its certificate; one that goes into a file, by what its rows sum to."""
-    from msgspec.structs import replace
-
     if not is_saved:
         replace(found, meta={key: value for key, value in found.meta.items() if key != "certificate"}).show()
     several = found.shape[0] > 1 and found.view().answer is not None

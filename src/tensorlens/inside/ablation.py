@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_choice
 from tensorlens.inside.block import Part
 from tensorlens.inside.seats import Edit, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
@@ -29,9 +30,6 @@ from tensorlens.records import Record
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Replacement = Literal["zero", "mean"]
 Named = Component | tuple[int, int] | str
@@ -98,8 +96,7 @@ def ablation(
         to: What stands in its place.
         over: Operators of the inputs whose mean it is; the input's own tokens alone if there are none.
     """
-    if to not in ("zero", "mean"):
-        raise InputError(f"`to` must be 'zero' or 'mean'; got {to!r}.")
+    check_choice(to, "to", get_args(Replacement))
     run = asked.run()
     chosen = _chosen(run, components)
     values = _values(run, chosen, to, over)

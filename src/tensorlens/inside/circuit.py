@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from rich.console import Console, RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_lens, check_path, check_whole, missing_extra
+from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole, missing_extra
 from tensorlens.files import write_whole
 from tensorlens.inside.faithfulness import SHARES, Faithfulness, Unit, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
@@ -31,9 +32,6 @@ from tensorlens.models.modes import own_modes
 from tensorlens.progress import bar
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 Scoring = Literal["rules", "integrated"]
 Order = Literal["magnitude", "signed"]
@@ -135,8 +133,7 @@ class Circuit:
         """
         if [share, count, budget].count(None) != 2:
             raise InputError("Expected one of `share`, `count` and `budget`.")
-        if order not in get_args(Order):
-            raise InputError(f"`order` must be 'magnitude' or 'signed'; got {order!r:.60}.")
+        check_choice(order, "order", get_args(Order))
         if budget is not None:
             if self.unit != "edges":
                 raise InputError("`budget` counts edges; select nodes by `share` or `count`.")
@@ -291,10 +288,8 @@ def circuit(
         MethodError: the residual stream of the model is not a plain sum of the outputs of its modules.
     """
     check_lens(lens)
-    if unit not in get_args(Unit):
-        raise InputError(f"`unit` must be 'edges' or 'nodes'; got {unit!r:.60}.")
-    if scores not in get_args(Scoring):
-        raise InputError(f"`scores` must be 'rules' or 'integrated'; got {scores!r:.60}.")
+    check_choice(unit, "unit", get_args(Unit))
+    check_choice(scores, "scores", get_args(Scoring))
     check_whole(steps, "steps", 1)
     items = _items(clean, corrupted, target)
     pairs, sums, asked = list[InputPair](), list[tuple[Tensor, Tensor]](), None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 import torch
 from jaxtyping import Float
+from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_whole
+from tensorlens.errors import InputError, check_choice, check_whole
 from tensorlens.inside.block import Finer
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
@@ -20,9 +21,6 @@ from tensorlens.records import Record, as_array
 from tensorlens.views.captions import headline_of
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Effect = Literal["total", "direct"]
 
@@ -169,8 +167,7 @@ def find_components(run: Pass, effect: Effect) -> Found:
         run: The pass.
         effect: ``"total"`` by all paths to the target, ``"direct"`` by the stream alone.
     """
-    if effect not in ("total", "direct"):
-        raise InputError(f"`effect` must be 'total' or 'direct'; got {effect!r}.")
+    check_choice(effect, "effect", get_args(Effect))
     return total(run) if effect == "total" else direct(run)
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_path, check_whole
+from tensorlens.errors import InputError, check_choice, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.maps.targets import Feature
 from tensorlens.views.printing import text_as_html
@@ -58,8 +58,7 @@ class Encoder:
             raise InputError(
                 f"Expected rows of an encoder with a bias each, and a threshold or k; got {tuple(self.weight.shape)}."
             )
-        if self.reads not in get_args(Reads):
-            raise InputError(f"`reads` must be one of {', '.join(get_args(Reads))}; got {self.reads!r:.60}.")
+        check_choice(self.reads, "reads", get_args(Reads))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Activations (token, feature) of states (token, channel)."""

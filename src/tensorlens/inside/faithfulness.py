@@ -9,18 +9,16 @@ outside of it as it is for the corrupted input,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from rich.console import RenderableType
 
 from tensorlens.errors import InputError
 from tensorlens.records import Index, Record
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Sizes at which circuits are judged, as shares of all edges or nodes."""

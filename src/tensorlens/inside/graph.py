@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_path, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import Finer, Part
 from tensorlens.inside.features import ActiveFeature, features_of
@@ -35,9 +36,6 @@ from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 AT_A_TIME = 32
 """How many nodes are opened together: pulling them one by one would take as many walks."""
@@ -153,8 +151,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
             format: ``"tensorlens"``, which `load` reads, or ``"circuit-tracer"``: the JSON that circuit-tracer's page
                 and Neuronpedia draw.
         """
-        if format not in get_args(GraphFormat):
-            raise InputError(f"`format` must be one of {', '.join(get_args(GraphFormat))}; got {format!r:.60}.")
+        check_choice(format, "format", get_args(GraphFormat))
         if format == "tensorlens":
             return super().save(path)
         path = check_path(path)

@@ -11,12 +11,13 @@ looked at j, and what it read there moved the target most. The score behind that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 import torch
 from jaxtyping import Float
 from msgspec.structs import replace
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
@@ -30,9 +31,6 @@ from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.records import Index, Record, Writer
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 MOST_READ = 1024
 """Largest number of tokens for which the record lists what heads read, which needs their attention matrices."""

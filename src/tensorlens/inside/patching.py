@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from jaxtyping import Float
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_lens, check_whole
@@ -41,9 +42,6 @@ from tensorlens.records import Record, as_array
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 PATCHES = 512
 """How many patches are asked for between two moves of the progress bar."""

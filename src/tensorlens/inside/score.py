@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_whole
 from tensorlens.inside.block import Block, StreamPass
 from tensorlens.inside.stream import Component
 from tensorlens.inside.walk import Joining, Read, Walk
@@ -82,8 +82,7 @@ def score_map(
     keys = tuple(key) if isinstance(key, (tuple, list)) else (key,)
     if len(keys) not in (1, 2):
         raise InputError(f"`key` must be a position or a pair of positions for a contrast; got {key!r}.")
-    if by not in ("token", "component"):
-        raise InputError(f"`by` must be 'token' or 'component'; got {by!r}.")
+    check_choice(by, "by", get_args(By))
     start, stop = operator.span
     if type(block) is not int or not 0 <= block < stop - start:
         raise InputError(f"This operator has no block {block!r}; expected one of 0 to {stop - start - 1}.")

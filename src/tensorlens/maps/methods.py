@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_whole
 from tensorlens.maps.defaults import METHOD_OF_CLASSES
 from tensorlens.maps.targets import Classes, Target, no_head, own_prediction
 from tensorlens.memory import on_its_way, sent
@@ -385,8 +385,7 @@ def check_question(
         raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
     if raw and not joins_norms(name):
         raise MethodError(f"`raw` is an option of rollouts and means of norms, such as rollout.w_attn; got `{name}`.")
-    if norm not in ("frobenius", "spectral"):
-        raise InputError(f"`norm` must be 'frobenius' or 'spectral'; got {norm!r}.")
+    check_choice(norm, "norm", get_args(NormKind))
     if probes is not None:
         check_whole(probes, "probes", 1)
     check_whole(seed, "seed", -(2**63), 2**63 - 1)

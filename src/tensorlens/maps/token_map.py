@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
 from jaxtyping import Float
 from msgspec.structs import force_setattr, replace
+from rich.console import Console
 from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
@@ -25,14 +25,13 @@ from tensorlens.maps.methods import METHODS
 from tensorlens.operators.operator import check_token
 from tensorlens.records import Record, Writer, as_array
 from tensorlens.views.captions import caption_lines, is_by_output, row_caption_lines, sink_given, sum_lines, title_of
+from tensorlens.views.figures import figure_writers
 from tensorlens.views.labels import visible
+from tensorlens.views.page import fragment, page
 from tensorlens.views.record import MapView, PatchGrid, answer_text
 from tensorlens.views.table import Table
+from tensorlens.views.terminal import show
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-FIGURES = (".png", ".svg", ".pdf")
 _FORMULA = ("=", "+", "-", "−", "@", "＝", "＋", "－", "＠", "\t", "\r")
 
 
@@ -92,9 +91,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         return f"TokenMap({visible(self.method)}, {self.shape[0]} × {self.shape[1]}{target})"
 
     def _repr_html_(self) -> str:
-        from tensorlens.views import page
-
-        return page.fragment(self.view())
+        return fragment(self.view())
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -202,10 +199,8 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         self, out_token: int | None = None, console: Console | None = None
     ) -> None:
         """Print the map to the terminal; `out_token` prints that row only."""
-        from tensorlens.views import terminal
-
         chosen = self if out_token is None else self.row(out_token)
-        terminal.show(chosen.view(), console)
+        show(chosen.view(), console)
 
     def view(self) -> MapView:
         """The plain data that `views` draw.
@@ -254,18 +249,10 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         return super().save(path)
 
     def _writers(self) -> Mapping[str, Writer]:
-        def page(path: Path) -> None:
-            from tensorlens.views.page import page
-
+        def as_page(path: Path) -> None:
             path.write_text(page([self.view()], title=f"{self.method} token map"), encoding="utf-8")
 
-        def figure(path: Path, kind: str) -> None:
-            from tensorlens.views import figures
-
-            figures.write_figure(self.view(), path, kind)
-
-        drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
-        return {".html": page, **drawn, ".csv": self._write_csv, **super()._writers()}
+        return {".html": as_page, **figure_writers(self.view), ".csv": self._write_csv, **super()._writers()}
 
     def _write_csv(self, path: Path) -> None:
         """One line per pair of output and input, for spreadsheets and data frames.

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import check_choice
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """Precisions of products: ``"tf32"`` keeps float32 storage, and is plain float32 on a device without tf32."""
@@ -36,8 +36,7 @@ def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
     """Type of the matrices: the requested one, otherwise the model's own, in float32 or better."""
     if precision is None:
         return torch.float32 if dtype.itemsize < 4 else dtype
-    if precision not in get_args(Precision):
-        raise InputError(f"`precision` must be one of {', '.join(get_args(Precision))}; got {precision!r}.")
+    check_choice(precision, "precision", get_args(Precision))
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 

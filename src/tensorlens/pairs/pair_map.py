@@ -5,24 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
+from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_whole
-from tensorlens.maps.token_map import FIGURES
 from tensorlens.records import Index, Record, Writer, as_array
+from tensorlens.views.figures import figure_writers
 from tensorlens.views.labels import shorten, visible
+from tensorlens.views.page import pairs_fragment, pairs_page
 from tensorlens.views.printing import heading, table
 from tensorlens.views.record import MapView, placed_pictures
 from tensorlens.views.table import Table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Measure = Literal["cosine", "dot"]
 
@@ -154,23 +152,13 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         return [("Sum", f"{self.value:+.4f} = {total}"), *said]
 
     def _repr_html_(self) -> str:
-        from tensorlens.views.page import pairs_fragment
-
         return pairs_fragment(self.payload(), self.headline)
 
     def _writers(self) -> Mapping[str, Writer]:
-        def page(path: Path) -> None:
-            from tensorlens.views.page import pairs_page
-
+        def as_page(path: Path) -> None:
             path.write_text(pairs_page(self.payload(), self.headline), encoding="utf-8")
 
-        def figure(path: Path, kind: str) -> None:
-            from tensorlens.views import figures
-
-            figures.write_figure(self._view(), path, kind)
-
-        drawn = {suffix: partial(figure, kind=suffix.removeprefix(".")) for suffix in FIGURES}
-        return {".html": page, **drawn, **super()._writers()}
+        return {".html": as_page, **figure_writers(self._view), **super()._writers()}
 
     def _view(self) -> MapView:
         """The pairs of tokens as a matrix; those with a bias are given in words, not drawn."""

@@ -11,7 +11,7 @@ short query are pulled through long passages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from tensorlens.batches import Batch, InBatches, Results
-from tensorlens.errors import InputError, check_iterable, check_whole
+from tensorlens.errors import InputError, check_choice, check_iterable, check_whole
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import Group, Groups, find_groups
 from tensorlens.models.inputs import ModelInput
@@ -124,8 +124,7 @@ class _Comparing(InBatches):
         groups: Groups | None,
         measure: Any,
     ) -> None:
-        if measure not in ("cosine", "dot"):
-            raise InputError(f"`measure` must be cosine or dot; got {measure!r:.60}.")
+        check_choice(measure, "measure", get_args(Measure))
         for one in (value, *others.values()):
             if isinstance(one, (list, tuple)) and one and not isinstance(one[0], int):
                 raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_choice
 from tensorlens.views.printing import Printed
 
 Attention = Literal["hold", "half", "taylor"]
@@ -63,8 +63,7 @@ class Rules(Printed):
 
     def __post_init__(self) -> None:
         for field, kind in (("attention", Attention), ("gate", Gate), ("norm", Norm), ("activation", Activation)):
-            if getattr(self, field) not in get_args(kind):
-                raise InputError(f"`{field}` must be one of {', '.join(get_args(kind))}; got {getattr(self, field)!r}.")
+            check_choice(getattr(self, field), field, get_args(kind))
         if self.sink not in get_args(Sink) and (type(self.sink) is not int or self.sink < 0):
             raise InputError(f"`sink` must be live, hold or the number of a block; got {self.sink!r:.60}.")
         if self.sink != "live" and self.attention != "hold":

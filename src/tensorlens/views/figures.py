@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -164,6 +164,11 @@ def write_figure(view: MapView, path: Path, kind: str) -> None:
     # Publishers refuse Type 3 fonts; the setting is matplotlib's own and global, so it is held for the write only.
     with _SAVING, matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "tensorlens"}):
         figure.savefig(path, format=kind, dpi=300, metadata=dates)
+
+
+def figure_writers(view: Callable[[], MapView]) -> dict[str, Callable[[Path], None]]:
+    """By suffix, what draws a map into a file."""
+    return {f".{kind}": lambda path, kind=kind: write_figure(view(), path, kind) for kind in ("png", "svg", "pdf")}
 
 
 def _figure(width: float, height: float) -> Figure:

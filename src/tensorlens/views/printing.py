@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from tensorlens.views.labels import visible
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 WIDTH = 100
 """Characters of a line in a notebook."""
@@ -21,8 +19,6 @@ _PRE = '<pre style="white-space:pre-wrap;font-family:ui-monospace,monospace;line
 
 def heading(text: str) -> Text:
     """A line in bold."""
-    from rich.text import Text
-
     return Text(visible(text), style="bold")
 
 
@@ -34,9 +30,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seq
         rows: What stands in them.
         numbers: The columns that hold numbers, which are set to the right.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     made = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
         made.add_column(Text(visible(name) if name else ""), justify="right" if place in numbers else "left")
@@ -47,8 +40,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seq
 
 def print_parts(parts: Iterable[RenderableType], console: Console | None) -> None:
     """Print a record; without a console, to standard output."""
-    from rich.console import Console
-
     console = console or Console(highlight=False)
     for part in parts:
         console.print(part)
@@ -56,8 +47,6 @@ def print_parts(parts: Iterable[RenderableType], console: Console | None) -> Non
 
 def as_html(show: Callable[[Console], object]) -> str:
     """What something prints, for a notebook."""
-    from rich.console import Console
-
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False)
     show(console)
     return console.export_html(inline_styles=True, code_format=_PRE)
@@ -74,7 +63,5 @@ class Printed:
 
 def text_as_html(text: str) -> str:
     """Lines of text, for a notebook."""
-    from rich.text import Text
-
     lines = "\n".join(visible(line) if line else "" for line in text.splitlines())
     return as_html(lambda console: console.print(Text(lines)))
