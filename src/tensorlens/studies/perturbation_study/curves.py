@@ -299,17 +299,20 @@ def _pooled(work: DatasetMaps, prepared: list[ModelInput]) -> list[list[TokenMap
     """
 
     def row(tensor: AttentionTensor, name: str) -> TokenMap | Missing:
+        of_one = name in ("tensor.in_out", "tensor.in_class") or name.startswith("control.")
         try:
-            if name == "tensor.in_class" or name.startswith("control."):
-                return tensor.map(name, -1)
-            found = tensor.map(name, None, **work.asked.options(name))
+            found = tensor.map(name, -1 if of_one else None, **work.asked.options(name))
         except TensorLensError as error:
             return reason_of(error)
-        scores = found.scores.mean(0, keepdim=True)
+        if of_one and name != "tensor.in_out":
+            return found
+        scores, bias_share = found.scores.mean(0, keepdim=True), found.bias_share.mean(0, keepdim=True)
         if name == "tensor.in_out":
-            cotangent = (tensor.output.mean(0) / len(tensor.output)).expand_as(tensor.output)
-            scores = (in_float64(tensor.T @ cotangent) * in_float64(tensor.input)).sum(-1)[None]
-        return replace(found, scores=scores, out_tokens=("mean",), bias_share=found.bias_share.mean(0, keepdim=True))
+            mean = in_float64(tensor.output).mean(0)
+            pulled = tensor.T @ (mean / len(tensor.output)).to(tensor.output).expand_as(tensor.output)
+            scores = (in_float64(pulled) * in_float64(tensor.input)).sum(-1)[None]
+            bias_share = 1 - scores.sum(1) / mean.square().sum()
+        return replace(found, scores=scores, out_tokens=("mean",), bias_share=bias_share)
 
     made: list[list[TokenMap | Missing] | Missing] = []
     for one in prepared:
