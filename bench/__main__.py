@@ -180,18 +180,24 @@ def needed(folder: Path | None, name: str) -> Path:
 
 
 def keep(
-    runs: Annotated[list[Path], typer.Argument(help="Output folders of `judge`, or files that `passages` wrote.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Output folders of `judge`, files that `passages` wrote, or records to add methods to."),
+    ],
     model: Annotated[str, typer.Option(help="Short name of the model.")],
     about: Annotated[str, typer.Option(help="Device and precision, in words.")] = "CPU, float32",
 ) -> None:
-    """Put the raw scores of runs into bench/records, one file per benchmark."""
+    """Put the raw scores of runs into bench/records, one file per benchmark. Added to records, runs add no items."""
     import json
 
     from bench.records import FOLDER
     from bench.records import keep as write
 
     files = [run / "samples.jsonl" if run.is_dir() else run for run in runs]
-    lines = [json.loads(line) for file in files for line in _text(file).splitlines()]
+    files += [file for run in runs if (file := run / "peers" / "samples.jsonl").is_file()]
+    lines = [line for file in files for line in map(json.loads, _text(file).splitlines()) if "judge" in line]
+    kept = {json.loads(line).get("item") for run in runs if run.suffix == ".gz" for line in _text(run).splitlines()}
+    lines = [line for line in lines if not kept or line["item"] in kept]
     for judge_name in sorted({line["judge"] for line in lines}):
         target = FOLDER / f"{judge_name}-{model}.jsonl.gz"
         some = sorted((line for line in lines if line["judge"] == judge_name), key=lambda line: line["item"])

@@ -89,6 +89,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "evidence": Kind("word", reciprocal_rank, "reciprocal rank of the word that decides", True),
+    "edits": Kind("word", reciprocal_rank, "reciprocal rank of the word that decides", False),
     "documents": Kind("passage", first, "right sentence first", False),
     "needles": Kind("passage", first, "needle first", False),
     "injections": Kind("passage", recovery, "share of the injected tokens in the top 20 %", False),

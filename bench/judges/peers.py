@@ -62,10 +62,13 @@ class Peer:
         name: A name in `PEERS`.
         folder: Where its files go.
         python: Interpreter of its environment; this one's if None.
+        tell: Is told how many items it has answered.
     """
 
-    def __init__(self, name: str, folder: Path, python: str | None = None) -> None:
-        self.name, self.folder, self.python = name, folder, python or sys.executable
+    def __init__(
+        self, name: str, folder: Path, python: str | None = None, tell: Callable[[str], None] = lambda said: None
+    ) -> None:
+        self.name, self.folder, self.python, self.tell = name, folder, python or sys.executable, tell
         self.output = folder / f"{name}.jsonl"
 
     def run(self, model: Path, questions: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -80,12 +83,12 @@ class Peer:
         if wanted:
             asked = self.folder / f"{self.name}.questions.jsonl"
             write_whole(asked, "".join(map(as_line, wanted)))
-            error = self._process(model, asked)
+            error = self._process(model, asked, len(wanted))
             found = self._answers()
             return found if error is None else found | {"about": found["about"] | {"error": error}}
         return self._answers()
 
-    def _process(self, model: Path, asked: Path) -> str | None:
+    def _process(self, model: Path, asked: Path, n: int) -> str | None:
         """Run the peer's process; the reason if it did not end well."""
         log = self.folder / f"{self.name}.log"
         command = [self.python, "-W", "ignore", str(SCRIPT), self.name, str(model), str(asked), str(self.output)]
@@ -95,18 +98,19 @@ class Peer:
         except OSError as error:
             return f"could not be started: {error}"
         try:
-            return self._watch(process, log)
+            return self._watch(process, log, n)
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
 
-    def _watch(self, process: subprocess.Popen, log: Path) -> str | None:
+    def _watch(self, process: subprocess.Popen, log: Path, n: int) -> str | None:
         first = size = self._n_lines()
         patience, deadline = START_SECONDS, time.monotonic() + START_SECONDS
         while process.poll() is None:
             if self._n_lines() != size:
                 size = self._n_lines()
+                self.tell(f"{self.name}: {max(0, size - first - LINES_BEFORE)} of {n} items done")
                 patience = ITEM_SECONDS if size - first >= LINES_BEFORE else START_SECONDS
                 deadline = time.monotonic() + patience
             if time.monotonic() > deadline:
@@ -145,6 +149,8 @@ def ask_peers(
 ) -> dict[str, Any]:
     """Ask every peer about the items that the model gets right, and put its scores into the records.
 
+    Their own scores are kept too, as samples in the folder ``peers``, from which `bench keep` takes them.
+
     Returns:
         For each peer its version, what its own example gave, how many items it answered, and its error.
     """
@@ -156,12 +162,18 @@ def ask_peers(
     save_model(lens, model)
     found = {}
     for name in options.peers:
-        peer = Peer(name, run.folder / "peers", options.peer_python)
+        peer = Peer(name, run.folder / "peers", options.peer_python, tell)
         found[name] = one = peer.run(model, of_components if name in OF_COMPONENTS else of_tokens)
         for record in records:
             answer = one["answers"].get(record["index"] + 1)
             if answer is not None:
                 _put(record, name, items[record["index"]], answer)
+    own = [
+        record | {"scores": {name: some for name, some in record["scores"].items() if name in found}}
+        for record in records
+        if "scores" in record
+    ]
+    run.write_text("peers/samples.jsonl", "".join(map(as_line, own)))
     return {name: one["about"] | {"n": len(one["answers"])} for name, one in found.items()}
 
 

@@ -13,13 +13,15 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorlens as tl
 from bench.passages.scores import RULES
 from tensorlens.errors import TensorLensError
+from tensorlens.maps.methods import METHODS as ALL_METHODS
+from tensorlens.maps.targets import Target
 
 TEMPLATES = {
     "ester": "{R}«C»(=O)«O».«O»{S}>>{R}C(=O)O{S}",
@@ -72,17 +74,34 @@ def lines(lens: tl.Lens, n: int, rules: Sequence[str] = RULES, methods: Sequence
             continue
         texts = [one.text[start:stop] for start, stop in one.atoms]
         found = {"control.not_carbon": [float(text not in "Cc") for text in texts]}
-        for name in (*(f"tensor.in_class@{rule}" for rule in rules), *methods):
-            base, _, rule = name.partition("@")
-            try:
-                scores = lens.with_rules(rule or "paper")(one.text).map(base).scores[0].tolist()
-            except TensorLensError:  # it does not apply to this model
-                continue
-            found[name.removesuffix("@paper")] = [float(f"{scores[token]:.5g}") for token in units]
+        found |= scores_of(lens, one.text, [[token] for token in units], rules, methods)
         item = f"reactions:{names.index(one.template)}:{k}"
         yield {"judge": "reactions", "set": one.template, "item": item, "truth": list(map(float, one.reacts))} | {
             "scores": found
         }
+
+
+def scores_of(
+    lens: tl.Lens,
+    text: str,
+    units: Sequence[Sequence[int]],
+    rules: Sequence[str],
+    methods: Sequence[str],
+    out_token: int | None = None,
+    target: Target | None = None,
+) -> dict[str, list[float]]:
+    """In+Class by each rule set and the other methods: a score for the tokens of each unit, added up."""
+    found = {}
+    for name in (*(f"tensor.in_class@{rule}" for rule in rules), *methods):
+        base, _, rule = name.partition("@")
+        try:
+            asked = target if base in ALL_METHODS and ALL_METHODS[base].takes_target else None
+            scores = lens.with_rules(rule or "paper")(text).map(base, out_token, asked).scores[0].tolist()
+        except TensorLensError:  # it does not apply to this model
+            continue
+        sums = (sum(scores[token] for token in unit) for unit in units)
+        found[name.removesuffix("@paper")] = [float(f"{one:.5g}") for one in sums]
+    return found
 
 
 def _tokens(lens: tl.Lens, one: Reaction) -> list[int] | None:
@@ -94,15 +113,17 @@ def _tokens(lens: tl.Lens, one: Reaction) -> list[int] | None:
     return [by_start[start] for start, _ in one.atoms] if all(start in by_start for start, _ in one.atoms) else None
 
 
-def main() -> None:
+def main(
+    make: Callable[[tl.Lens, int], Iterator[Any]] = lines, about: str = str(__doc__), says: str = "reactions"
+) -> None:
     """Write the lines of a model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--n", type=int, default=10, help="reactions of each template")
+    parser.add_argument("--n", type=int, default=10, help=f"{says} of each template")
     asked = parser.parse_args()
     with asked.out.open("w", encoding="utf-8") as file:
-        for line in lines(tl.load(asked.model), asked.n):
+        for line in make(tl.load(asked.model), asked.n):
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
 

@@ -60,28 +60,32 @@ def scores_of(
 
 def raised(lens: tl.Lens, answer: Any, item: Item) -> Tensor:
     """How much the context raised the log-probability of each token of the answer; 0 where it lowered it."""
-    bare = lens.prepare(item.after.strip()).arguments["input_ids"][0].tolist()
-    model: Any = lens.model
-    ids = torch.tensor([[*bare, *answer.ids]], device=model.device)
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(bare) - 1 : -1].float()
-    without = logits.log_softmax(-1).gather(1, ids[0, len(bare) :, None])[:, 0].cpu()
-    return (torch.tensor(answer.log_probabilities) - without).clamp_min(0)
+    bare = lens.answer(item.after.strip(), answer.ids)
+    return (torch.tensor(answer.log_probabilities) - torch.tensor(bare.log_probabilities)).clamp_min(0)
 
 
 def mean_attention(lens: tl.Lens, answer: Any, groups: Sequence[Group]) -> list[float]:
-    """Attention to each passage from the positions that predict the answer, the mean of all heads and blocks."""
+    """Attention to each passage from the positions that predict the answer, the mean of all heads and blocks.
+
+    Of a model with an encoder, that of its decoder to the encoder's states.
+    """
     model: Any = lens.model
-    before = model.config._attn_implementation
-    ids = torch.tensor([[*answer.prompt.ids, *answer.ids[:-1]]], device=model.device)
-    n = len(answer.prompt.ids) - 1
-    with torch.no_grad():
-        past = model(ids[:, :n], use_cache=True, logits_to_keep=1).past_key_values
-        model.set_attn_implementation("eager")
-        try:
-            heads = model(ids[:, n:], past_key_values=past, output_attentions=True).attentions
-        finally:
-            model.set_attn_implementation(before)
+    before, prompt = model.config._attn_implementation, answer.prompt
+    ids, n = torch.tensor([[*prompt.ids, *answer.ids[:-1]]], device=model.device), prompt.n_encoder
+    past = None
+    try:
+        with torch.no_grad():
+            if not n:
+                n = len(prompt.ids) - 1
+                past = model(ids[:, :n], use_cache=True, logits_to_keep=1).past_key_values
+            model.set_attn_implementation("eager")
+            if past is None:
+                given = model(ids[:, :n], decoder_input_ids=ids[:, n:], output_attentions=True)
+                heads = [one[:, :, len(prompt.decoder_ids) - 1 :] for one in given.cross_attentions]
+            else:
+                heads = model(ids[:, n:], past_key_values=past, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
     by_token = torch.stack([one[0].float().mean((0, 1)) for one in heads]).mean(0)
     return [float(by_token[list(group.tokens)].sum()) for group in groups]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,22 @@ def test_a_run_becomes_records_from_which_its_table_comes(run, monkeypatch, tmp_
     assert out.exit_code == 0 and "evidence-tiny.jsonl.gz: " in out.output, out.output
     (kept,) = records.read(tmp_path)
     assert kept.model == "tiny" and {"tensor.in_class", "control.recency"} <= kept.lines[0]["scores"].keys()
+
+
+def test_methods_are_added_to_the_items_of_records(run, monkeypatch, tmp_path):
+    folder, _ = run
+    monkeypatch.setattr("bench.records.FOLDER", tmp_path)
+    before = folder / "runs" / "tiny" / "evidence"
+    assert CliRunner().invoke(app, ["keep", str(before), "--model", "tiny"]).exit_code == 0
+    lines = [json.loads(line) for line in (before / "samples.jsonl").read_text().splitlines()]
+    (tmp_path / "run" / "peers").mkdir(parents=True)
+    (tmp_path / "run" / "samples.jsonl").write_text("")
+    more = [line | {"scores": {"lxt.cp_lrp": line["truth"]}} for line in lines if "truth" in line]
+    more.append(more[0] | {"item": "animals:99"})  # not in the records
+    (tmp_path / "run" / "peers" / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more))
+    given = [str(tmp_path / "evidence-tiny.jsonl.gz"), str(tmp_path / "run")]
+    out = CliRunner().invoke(app, ["keep", *given, "--model", "tiny"])
+    assert out.exit_code == 0, out.output
+    (kept,) = records.read(tmp_path)
+    assert len(kept.lines) == len(more) - 1
+    assert all({"lxt.cp_lrp", "control.recency"} <= line["scores"].keys() for line in kept.lines)

@@ -119,8 +119,12 @@ def test_peers_that_hang_or_crash_or_are_missing_are_listed(tmp_path, monkeypatc
     monkeypatch.setattr(peers, "SCRIPT", script)
     monkeypatch.setattr(peers, "ITEM_SECONDS", 1.0)
     names = ["lxt.attn_lrp", "lxt.cp_lrp", "flashtrace", "context_cite", "inseq.input_x_gradient"]
-    result = judged(tmp_path, peers=names)
+    said = list[str]()
+    result = judged(tmp_path, peers=names, tell=said.append)
     about = result["peers"]
+    assert any(re.fullmatch(r"lxt.cp_lrp: 0 of \d items done", one) for one in said)
+    own = [json.loads(line) for line in (tmp_path / "run" / "peers" / "samples.jsonl").read_text().splitlines()]
+    assert own and all({"lxt.attn_lrp", "context_cite"} == set(one["scores"]) for one in own if one["index"])
     assert list(about) == names
     lacking = result["judges"]["evidence"]["missing"]["inseq.input_x_gradient"]
     assert re.fullmatch(r"it gave (\d) scores for (\d) tokens", lacking["reason"])

@@ -7,10 +7,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
+import transformers as hf
+import zoo
 from bench.passages import context_use, items
 from bench.passages.run import run
-from bench.passages.scores import TARGETS, bm25, scores_of
-from tiny_language import tiny_lens
+from bench.passages.scores import TARGETS, bm25, raised, scores_of
+from tiny_language import tiny_lens, tokenizer
 
 import tensorlens as tl
 
@@ -58,6 +61,33 @@ def test_an_injection_stands_where_it_says(tmp_path):
     assert sum(scores["paper, centred"][: len(made[0].passages[0])]) == pytest.approx(expected, rel=1e-3)
     with pytest.raises(tl.InputError, match=r"agentdojo 0\.1\.35"):
         items.injections(tmp_path / "nothing", 5)
+
+
+def test_of_a_model_with_an_encoder_attention_is_that_of_its_decoder_to_it():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = hf.T5Config(vocab_size=len(tokenizer()), **sizes, **ends)
+    model = zoo.randomise(hf.T5ForConditionalGeneration(config)).eval().requires_grad_(False)
+    lens, (item,) = tl.Lens(model, tokenizer()), items.documents(1)
+    truth, scores = scores_of(lens, item, ("paper",), ("centred", "raised"))
+    read = lens.prepare(item.prompt).arguments["input_ids"]
+    said = torch.tensor([[0, *tokenizer()(item.answer)["input_ids"]]])
+    model.set_attn_implementation("eager")
+    heads = torch.stack(model(read, decoder_input_ids=said[:, :-1], output_attentions=True).cross_attentions)
+    start, stop = item.groups()[2][1:]  # a token per character
+    expected = float(heads[..., start:stop].sum(-1).mean())
+    assert truth.index(1.0) == item.right and scores["mean attention"][2] == pytest.approx(expected, rel=1e-4)
+    with_it, without = (
+        model(torch.tensor([ids]), decoder_input_ids=said[:, :-1])
+        .logits[0]
+        .log_softmax(-1)
+        .gather(1, said[0, 1:, None])
+        for ids in (read[0].tolist(), lens.prepare(item.after.strip()).arguments["input_ids"][0].tolist())
+    )
+    answer = lens.answer(item.prompt, item.answer)
+    assert torch.allclose(raised(lens, answer, item), (with_it - without)[:, 0].clamp_min(0), atol=1e-5)
+    assert len(scores["paper, raised"]) == 4
 
 
 def test_bm25_by_hand():
