@@ -38,6 +38,28 @@ def test_what_comes_around_the_first_state_is_said(is_late: bool):
     assert at(model, x=STATE).around == ()
 
 
+class Skips(nn.Module):
+    """Embeddings that later blocks are given again, as in speed runs of small GPTs; `value` is a second one."""
+
+    def __init__(self, has_value: bool) -> None:
+        super().__init__()
+        self.embed, self.value = nn.Embedding(9, D), nn.Embedding(9, D) if has_value else None
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, input_ids):
+        x = first = nn.functional.rms_norm(self.embed(input_ids), (D,))
+        for block in self.blocks:
+            x = block(0.7 * x + 0.3 * first + (0 if self.value is None else self.value(input_ids)))
+        return x
+
+
+def test_a_way_around_is_said_of_what_also_leads_to_the_first_state():
+    ids = torch.tensor([[3, 5, 1]])
+    assert at(Skips(has_value=True), input_ids=ids).around == ("embed", "value")
+    alone = at(Skips(has_value=False), input_ids=ids)
+    assert alone.starts_early and alone.around == ()
+
+
 def test_what_holds_the_blocks_did_not_run_beside_them():
     last = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
     anatomy = at(nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), last)), input=STATE)

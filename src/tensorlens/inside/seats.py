@@ -111,6 +111,7 @@ def readout_of_model(
     recording: Recording,
     arguments: Arguments | None = None,
     *,
+    n_rows: int = 1,
     taken: Mapping[nn.Module, AtModule] | None = None,
     given: Mapping[nn.Module, AtModule] | None = None,
     entering: AtBlock | None = None,
@@ -118,7 +119,7 @@ def readout_of_model(
 ) -> Tensor:
     """What a run of the model ends with: what its unembedding reads, or its logits, a row per sample."""
     origin = recording.from_model("A run of the model")
-    return run_model(
+    end = run_model(
         origin.anatomy,
         dict(origin.inputs if arguments is None else arguments),
         to="readout",
@@ -128,6 +129,7 @@ def readout_of_model(
         entering=entering,
         leaving=leaving,
     )
+    return recording.laid_out(end, n_rows)
 
 
 def values_in_model(run: Pass, arguments: Arguments, seats: Sequence[Seat]) -> dict[int, Tensor]:
@@ -201,7 +203,7 @@ def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Pa
     for (path, is_taken), some in by_module.items():
         changes[is_taken][model.get_submodule(path)] = _put_in(run, some, len(rows))
     arguments = repeated_arguments(run.recording.from_model("A run of the model").inputs, len(rows))
-    end = readout_of_model(run.recording, arguments, taken=changes[True], given=changes[False])
+    end = readout_of_model(run.recording, arguments, n_rows=len(rows), taken=changes[True], given=changes[False])
     return end if len(end) == len(rows) else None
 
 

@@ -218,6 +218,7 @@ class CircuitWiring:
         end = readout_of_model(
             self.run.recording,
             repeated_arguments(self.run.recording.from_model("A circuit").inputs, run.n_rows),
+            n_rows=run.n_rows,
             taken=run.taken,
             given=run.given,
             entering=run.entering,

@@ -24,6 +24,7 @@ from tensorlens.maps.tensor_maps import in_class_map, in_out_map
 from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.operator import FrozenOperator
+from tensorlens.operators.plain import as_tokens, body_end
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording
@@ -179,7 +180,9 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
         return layout.to_native(x).clone() if n == 0 and embedding is None else None  # it may be written to
 
     given = {} if embedding is None else {embedding: lambda _: x.clone()}
-    return run(anatomy, inputs, to="readout", n_blocks=recording.n_blocks, entering=enter, given=given, grad=True)
+    to = "readout" if recording.has_head else body_end(recording)
+    end = run(anatomy, inputs, to=to, n_blocks=recording.n_blocks, entering=enter, given=given, grad=True)
+    return recording.laid_out(end, len(x)) if recording.has_head else as_tokens(origin, end, len(x))
 
 
 def _repeat(value: Any, n: int, n_samples: int) -> Any:

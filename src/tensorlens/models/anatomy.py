@@ -320,7 +320,7 @@ def _with_ends(anatomy: Anatomy, chain: Chain, evidence: Evidence) -> Anatomy:
         gives_raw_logits=_gives_raw_logits(head, evidence),
         readout=find_readout(evidence),
         channels=channel_axes((*encoder, *chain), ending, evidence),
-        around=held_sources(chain, encoder, ends, evidence),
+        around=held_sources(chain, encoder, ends, evidence, start),
         beside=stacks_beside(chain, encoder, evidence),
         n_alike=_count_alike(anatomy, (*encoder, *chain), head, evidence),
         entry_place=chain[0].place,

@@ -303,7 +303,9 @@ def start_before(chain: Chain, ends: Iterable[int], evidence: Evidence) -> Modul
 # Beside ---------------------------------------------------------------------------------------------------------------
 
 
-def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Evidence) -> tuple[str, ...]:
+def held_sources(
+    chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Evidence, start: ModuleCall | None = None
+) -> tuple[str, ...]:
     """Paths of the modules with weights through which the input reaches the model's end without passing X⁰.
 
     Args:
@@ -311,13 +313,14 @@ def held_sources(chain: Chain, encoder: Chain, ends: Iterable[int], evidence: Ev
         encoder: The encoder's blocks, whose states are part of X⁰ too.
         ends: Nodes of X^N and of the model's output.
         evidence: The pass in which they ran.
+        start: The call that returns X⁰, if that is not what enters the first block.
     """
-    starts = {some[0].state.node for some in (chain, encoder) if some}
-    leads_there, leads_to_start = evidence.before(ends, starts), evidence.before(starts)
+    starts = {some[0].state.node for some in (chain, encoder) if some} if start is None else {start.given[0].node}
+    leads_there = evidence.before(ends, starts)
     from_start, from_input = evidence.after(starts), evidence.after(range(evidence.n_inputs))
     found: list[ModuleCall] = []
     for call in evidence.calls:
-        nodes = call.gave & leads_there & from_input - from_start - leads_to_start
+        nodes = call.gave & leads_there & from_input - from_start
         has_weights = any(weight.dim() > 1 for weight in call.module.parameters(recurse=False))
         if nodes and has_weights and not any(_reads(call, other, evidence) for other in found):
             found.append(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -116,6 +117,31 @@ def _text_axis(shape: tuple[int, ...], batch: int | None, channel: int | None, n
     return (behind or fitting or [None])[0]
 
 
+def readout_layout(readout: Tensor, n_samples: int, n_tokens: int, *, is_read: bool) -> Tensor | None:
+    """The end of a pass as (sample, token, channel), or (sample, class) for one set of logits for the whole input.
+
+    Models also put tokens first, merge samples and tokens, or put classes where `cross_entropy` takes them.
+
+    Args:
+        readout: What the unembedding reads, or the model's logits.
+        n_samples: How many samples there are.
+        n_tokens: How many tokens $X^N$ has.
+        is_read: Whether an unembedding reads it, which may take some of the tokens alone.
+
+    Returns:
+        None for logits of which it is not known which belong to which token.
+    """
+    if readout.dim() == 2 and readout.shape[0] != n_samples and readout.shape[0] % n_samples == 0:
+        readout = readout.reshape(n_samples, -1, readout.shape[1])
+    if readout.dim() == 3 and readout.shape[0] != n_samples == readout.shape[1]:
+        readout = readout.transpose(0, 1)
+    if readout.dim() == 3 and not is_read and readout.shape[1] != n_tokens:
+        if readout.shape[2] == n_tokens:
+            return readout.transpose(1, 2)
+        return readout[:, 0] if readout.shape[1] == 1 else None
+    return readout if readout.dim() <= 3 else None
+
+
 # In what modules take and give ---------------------------------------------------------------------------------------
 
 NAMES = ("last_hidden_state", "logits", "sentence_embedding", "token_embeddings")
@@ -130,7 +156,19 @@ def main_tensor(output: Any) -> Tensor | None:
         named = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(named, Tensor):
             return named
+    within = _logits_within(output)
+    if within is not None:
+        return within
     return next((tensor for tensor in tensors_in(output) if is_state(tensor)), None)
+
+
+def _logits_within(output: Any) -> Tensor | None:
+    """Logits that are named as such in a record inside another."""
+    parts = output if isinstance(output, Mapping) else vars(output) if is_dataclass(output) else {}
+    found = parts.get("logits")
+    if isinstance(found, Tensor):
+        return found
+    return next((one for part in parts.values() if (one := _logits_within(part)) is not None), None)
 
 
 def is_state(tensor: Tensor) -> bool:

@@ -128,6 +128,12 @@ def run(
                 output = anatomy.model(**inputs)
         except _Reached as reached:
             return reached.state
+    if to != "output" and route.n_entered < n_blocks:
+        raise InputError(
+            f"`{type(anatomy.model).__name__}` ran {route.n_entered} of the {n_blocks} blocks that it ran when it was "
+            "recorded. Expected the same path for the same input; switch off randomness, and any state kept between "
+            "calls outside its modules."
+        )
     if ending is not None and anatomy.body_end == "" and anatomy.unembedding is None:
         ending(state_of(output))
     return output if to == "output" else state_of(output)

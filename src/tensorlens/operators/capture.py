@@ -109,7 +109,8 @@ def capture(recording: Recording, generator: torch.Generator) -> Capture:
         best: dict[int, float] = {}
         if short is not None:
             found.note(short)
-            with suppress(NotLinearError):  # torch has no forward derivative of some kernel
+            # Torch has no forward derivative of some kernel, or the model takes another path with each run.
+            with suppress(NotLinearError, RuntimeError):
                 best, found.whole = _of_model(short, generator)
             doubtful = [n for n in doubtful if not best.get(n, float("inf")) <= tolerances.CAPTURE]
             found.whole = found.whole if doubtful else None

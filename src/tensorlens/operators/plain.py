@@ -7,7 +7,8 @@ from inspect import signature
 import torch
 from torch import Tensor
 
-from tensorlens.models.layouts import state_layout, state_of
+from tensorlens.errors import MethodError
+from tensorlens.models.layouts import readout_layout, state_layout, state_of
 from tensorlens.models.runner import End, run
 from tensorlens.recording.recording import Origin, Recording
 
@@ -54,5 +55,11 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     places = torch.tensor(out_tokens, device=recording.states[-1].device)
     keeps = recording.head is not None and "logits_to_keep" in signature(origin.model.forward).parameters
     inputs = {**origin.inputs, **({"logits_to_keep": places} if keeps else {})}
-    logits = state_of(run(origin.anatomy, inputs))[0]
-    return logits[None] if logits.dim() == 1 else logits if keeps else logits[places]
+    found = state_of(run(origin.anatomy, inputs))
+    if keeps:
+        return found[0]
+    assert recording.readout is not None, "asked of a model with a head"
+    found = readout_layout(found, recording.n_samples, recording.readout.shape[1], is_read=False)
+    if found is None:
+        raise MethodError(f"It is not known which of the logits that `{recording.name}` returns belong to which token.")
+    return found[0][None] if found.dim() == 2 else found[0, [recording.place_read(i) for i in out_tokens]]

@@ -214,6 +214,8 @@ class StepReader:
         """A value after a move, found by moving its row and channel indices."""
         rows, channels = move(value.numbers(of_channels=False)), move(value.numbers(of_channels=True))
         shape = tuple(rows.shape)
+        if 0 in shape:
+            raise NotFoldable("a part that takes no token at all, such as an expert that none was sent to")
         is_channel = tuple([_counts_channels(rows, channels, axis) for axis in range(len(shape))])
         # Row indices vary only along row axes and channel indices along channel axes: one entry of other axes suffices.
         rows = rows[tuple([slice(1) if is_one else slice(None) for is_one in is_channel])].flatten()

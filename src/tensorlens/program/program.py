@@ -102,7 +102,7 @@ class Program:
                 kept.append(step)
         made = given | {step.out for step in kept}
         if beside := needed - made:
-            module = next(step.module for step in reversed(kept) if not beside.isdisjoint(step.slots))
+            module = next((step.module for step in reversed(kept) if not beside.isdisjoint(step.slots)), "")
             raise SideChannelError(beside, module)
         return replace(self, steps=tuple(reversed(kept)), inputs=tuple(inputs), outputs=tuple(outputs))
 

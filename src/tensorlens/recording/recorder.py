@@ -25,6 +25,7 @@ from tensorlens.models.layouts import (
     is_plain,
     n_text_tokens,
     put_state,
+    readout_layout,
     state_of,
 )
 from tensorlens.models.runner import own_errors, running
@@ -129,7 +130,7 @@ class Recorder:
         except Reached as reached:
             return reached.state
 
-    def _recording(self, readout: Tensor) -> Recording:
+    def _recording(self, end: Tensor) -> Recording:
         run, anatomy = self.run, self.anatomy
         if anatomy.n_alike not in (None, self.n_alike) or anatomy.n_alike is not None and self.end is None:
             raise OtherParts
@@ -142,6 +143,10 @@ class Recorder:
         inputs = tuple(slot for slot, _ in self.begun)
         if self.starts_at_embedding:
             slots[0], states[0] = inputs, torch.cat([state for _, state in self.begun], 1)
+        readout = None
+        if anatomy.has_head:
+            n_tokens, is_read = states[-1].shape[1], anatomy.unembedding is not None
+            readout = readout_layout(end, run.n_samples, n_tokens, is_read=is_read)
         run.leave_inference_mode()
         held = Constants(run.constants, run.names)
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
@@ -151,9 +156,9 @@ class Recorder:
             states=tuple(states),
             slots=tuple(slots),
             rules=run.rules,
-            readout=value_of(readout) if anatomy.has_head else None,
-            readout_slot=run.slot_of(readout) if anatomy.has_head and is_live(readout) else None,
-            head=self._head(readout),
+            readout=value_of(readout),
+            readout_slot=run.slot_of(readout) if is_live(readout) else None,
+            head=self._head(end),
             n_encoder_blocks=self.n_encoder_blocks or 0,
             starts_at_embedding=self.starts_at_embedding,
             mixtures=tuple(run.mixtures),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
+from tensorlens.models.layouts import readout_layout
 from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
 from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Pieces, Program, SideChannelError
@@ -357,6 +358,11 @@ class Recording:
         return parts[0] if len(parts) == 1 else torch.cat([part.to(parts[-1].device) for part in parts], 1)
 
     # The head ---------------------------------------------------------------------------------------------------------
+
+    def laid_out(self, end: Tensor, n_rows: int) -> Tensor:
+        """The end of a run of the model on several rows, as the readout is laid out."""
+        found = readout_layout(end, n_rows, self.states[-1].shape[1], is_read=self.head is not None)
+        return end if found is None else found
 
     def place_read(self, out_token: int) -> int:
         """The row of the readout that belongs to an output: some models pass only the last token to their head."""
