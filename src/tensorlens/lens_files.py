@@ -1,6 +1,6 @@
 """The .pt format of published Jacobian lenses, which TransformerLens reads and writes too.
 
-`J[layer]` leads from what block `layer` gives to what the last block gives, so it is the matrix of the state that
+`J[layer]` maps the output of block `layer` to the output of the last block, so it is the matrix of the state that
 enters block `layer` + 1. A fit that was interrupted holds sums instead (`jacobian_sum`, `n_done`). What that format has
 no place for (the state that enters the first block, a bias) is stored under a key of our own.
 """
@@ -20,14 +20,14 @@ OWN = "tensorlens"
 
 
 def lens_payload(matrices: Tensor, bias: Tensor, first: int, n_texts: int, meta: dict[str, Any], more: Any) -> Any:
-    """What the file of a lens holds.
+    """The content of a lens file.
 
     Args:
         matrices: (block, channel, channel).
         bias: (block, channel).
         first: The block of the first matrix.
-        n_texts: How many texts they are the mean of.
-        meta: What is known of where it came from.
+        n_texts: Number of texts in the mean.
+        meta: Its origin, as far as known.
         more: Plain values that are restored when the file is read here.
     """
     jacobians = {first + i - 1: matrix.clone() for i, matrix in enumerate(matrices) if first + i > 0}
@@ -48,7 +48,7 @@ def lens_payload(matrices: Tensor, bias: Tensor, first: int, n_texts: int, meta:
 
 
 def read_lens(path: Path) -> dict[str, Any]:
-    """The fields of a `CorpusTensor` in a file that others or `save` wrote.
+    """The fields of a `CorpusTensor` from a file of `save` or of another package.
 
     Raises:
         InputError: the file is not there, or is not a lens.

@@ -1,4 +1,4 @@
-"""Records in the terminal and in notebooks: tables of text that is shown and never obeyed."""
+"""Records in the terminal and in notebooks: tables of text that is shown and never interpreted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 WIDTH = 100
-"""Characters of a line in a notebook."""
+"""Width of a line in a notebook, in characters."""
 
 _PRE = '<pre style="white-space:pre-wrap;font-family:ui-monospace,monospace;line-height:1.35">{code}</pre>'
 
@@ -27,12 +27,12 @@ def heading(text: str) -> Text:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Table:
-    """Rows of text below the names of their columns.
+    """A table: rows of text below the names of their columns.
 
     Args:
         columns: Their names.
-        rows: What stands in them.
-        numbers: The columns that hold numbers, which are set to the right.
+        rows: The cells.
+        numbers: The columns of numbers, which are right-aligned.
     """
     from rich.table import Table
     from rich.text import Text
@@ -55,7 +55,7 @@ def print_parts(parts: Iterable[RenderableType], console: Console | None) -> Non
 
 
 def as_html(show: Callable[[Console], object]) -> str:
-    """What something prints, for a notebook."""
+    """The printed text of an object, for a notebook."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False)
@@ -64,7 +64,7 @@ def as_html(show: Callable[[Console], object]) -> str:
 
 
 class Printed:
-    """Shows itself in notebooks as it prints."""
+    """A mixin: notebooks show the object as it prints."""
 
     __slots__ = ()
 
