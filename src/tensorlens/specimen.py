@@ -85,7 +85,7 @@ class Specimen:
     # Held sinks -------------------------------------------------------------------------------------------------------
 
     def _rules_at(self, arguments: dict[str, Any]) -> Rules:
-        """The rules, with the block from which on a sink is held; a token that begins every text is held from block 0."""
+        """The rules, with the block from which on a sink is held: block 0 for a token that begins every text."""
         if self.rules.sink != "hold":
             return self.rules
         ids, begins = token_ids(arguments), getattr(getattr(self.model, "config", None), "bos_token_id", None)

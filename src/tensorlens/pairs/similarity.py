@@ -131,7 +131,7 @@ class _Comparing(InBatches):
                 raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")
         first = _encoder(lens, "lens")
         self.encoders = encoders = (first, first if other is None else _encoder(other, "other"))
-        # A batch is worth its check from four inputs on. With late interaction every token has a vector: too many numbers.
+        # A batch is worth its check from four inputs on. With late interaction every token has a vector: too many.
         super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 4 else None)
         self.pooling, self.groups = pooling, groups
         self.measure: Measure = measure
