@@ -62,7 +62,7 @@ MOST_SAMPLES = {"cuda": 1024, "cpu": 16}
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is asked of every sample; see `Lens.maps`."""
+    """The question to every sample; see `Lens.maps`."""
 
     methods: tuple[str, ...]
     out_token: int = OUT_TOKEN
@@ -83,7 +83,7 @@ class Asked:
         check_question(self.methods[0], **{k: v for k, v in given.items() if v is not None and k not in taken})
 
     def options(self, name: str) -> dict[str, Any]:
-        """What `AttentionTensor.map` takes for one of the methods."""
+        """The arguments of `AttentionTensor.map` for one of the methods."""
         target = {"target": self.target} if METHODS[name].takes_target else {}
         raw = {"raw": True} if self.raw and joins_norms(name) else {}
         return target | raw | ({"probes": self.probes, "seed": self.seed} if name == "tensor.norm" else {})
@@ -99,7 +99,7 @@ class Rows:
     first: int = 0
 
     def good(self, specimen: Specimen, values: Sequence[Any], first: int) -> list[ModelInput]:
-        """The inputs of those rows that can be mapped; the first of them is row `first`."""
+        """The inputs of the rows that can be mapped; `values` begins at row `first`."""
         good = []
         for row, made in enumerate(specimen.prepare_all(values, truncate=self.truncate), first):
             if isinstance(made, ModelInput):
@@ -115,7 +115,7 @@ class Rows:
 
 
 class Batch(Sequence[AttentionTensor], Printed):
-    """Several inputs whose maps share one recording; and the attention tensor of each. Made by `Lens.batch`.
+    """Several inputs whose maps share one recording. Made by `Lens.batch`.
 
     Args:
         specimen: The model.
@@ -161,13 +161,13 @@ class Batch(Sequence[AttentionTensor], Printed):
 
     @cached_property
     def mixing(self) -> str | None:
-        """What mixes samples, or None if no fixed value combines several and nothing passes between them."""
+        """The cause if samples mix; None if no fixed value combines several and nothing passes between them."""
         if len(self) == 1:
             return None
         return self.recording.mixes_samples or ("something carried" if carries_across(self.recording) else None)
 
     def check(self) -> None:
-        """Refuse samples whose batched results differ from single ones: mixed ones, or those that padding changes."""
+        """Refuse samples whose batched results differ from single ones, because they mix or react to padding."""
         if self.is_separable():
             return
         raise InputError(
@@ -176,10 +176,10 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
 
     def is_separable(self) -> bool:
-        """Whether samples stay separate: the one that is padded most gives the same result as alone.
+        """Whether samples stay separate: the one with most padding gives the same result on its own.
 
-        Where the model decides over several samples at once, as a router does whose experts can be full, every sample
-        is compared: a decision that changed none of them is harmless.
+        If the model decides over several samples at once, such as a router whose experts can be full, every sample
+        is compared: a decision that changes none of them is harmless.
         """
         if len(self) == 1:
             return True
@@ -244,12 +244,12 @@ class Batch(Sequence[AttentionTensor], Printed):
     def begin(
         self, method: str, out_token: int, *, asked: Collection[str] = (), **options: Any
     ) -> Callable[[], list[TokenMap]] | None:
-        """Start the maps of all samples on the device; the result waits for them. None if each must go alone.
+        """Start the maps of all samples on the device; calling the result waits for them. None if each must go alone.
 
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain, counted from each sample's own end if negative.
-            asked: All methods that will be asked, which may share work.
+            asked: All requested methods, which may share work.
             options: Those of `Question`.
         """
         recording, is_alone = self.recording, len(self) == 1
@@ -273,7 +273,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         )
         try:
             waiting = begin_finishing(METHODS[method].compute(question), question.classes)
-        except MethodError:  # each sample alone says why, or has another way
+        except MethodError:  # each sample on its own raises the reason, or works
             if is_alone:
                 raise
             return None
@@ -301,16 +301,16 @@ class Batch(Sequence[AttentionTensor], Printed):
         return finish
 
     def context(self, i: int) -> Context:
-        """What maps record about one sample."""
+        """The context that maps of one sample record."""
         if i not in self._contexts:
             self._contexts[i] = self.specimen.context(self.prepared[i], self.recording, n_tokens=self.lengths[i])
         return self._contexts[i]
 
 
 def carries_across(recording: Recording) -> bool:
-    """Whether one sample reaches another: the program is run with NaN in all other samples.
+    """Whether the values of one sample reach another: the program runs with NaN in half of the samples.
 
-    A program with the same steps as one of the same model that was found to keep samples apart is not run again.
+    The result is remembered for programs of the same model with the same steps.
     """
     known = _learned.setdefault(recording.from_model("A batch").model, _Learned()).separate
     steps = hash(tuple([(step.operation, step.module) for step in recording.program.steps]))
@@ -330,7 +330,7 @@ def carries_across(recording: Recording) -> bool:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What batches have shown of a model: lists of steps that keep samples apart; by rules, bytes held per token."""
+    """What batches have shown about a model: lists of steps that keep samples apart; bytes per token, by rules."""
 
     separate: set[int] = field(default_factory=set)
     held: dict[Rules, float] = field(default_factory=dict)
@@ -347,21 +347,21 @@ def _rounding(dtype: torch.dtype, is_cuda: bool) -> float:
 # Many inputs ----------------------------------------------------------------------------------------------------------
 
 Results = dict[str, Any]
-"""What was made of one sample by name: records with `scores` and `meta`, or the reason there is none."""
+"""The results for one sample by name: records with `scores` and `meta`, or the reason why there is none."""
 
 
 class _Otherwise(Exception):
-    """Samples cannot share recordings as planned; those that are not done are planned again."""
+    """Samples cannot share recordings as planned; the remaining ones are planned again."""
 
 
 class InBatches:
-    """Makes something of many samples in batches; learns on the way how many, and which, can share a recording.
+    """Processes many samples in batches, and learns on the way how many, and which, can share a recording.
 
-    Abstract: a subclass says what to begin for a batch (`begin_batch`) and what to make of one sample (`make_alone`).
+    Abstract: a subclass starts the work on a batch (`begin_batch`) and does it for one sample (`make_alone`).
 
     Args:
         specimen: The model.
-        names: Names of what is made of every sample.
+        names: Names of the results for every sample.
         batch_size: Samples per batch; as many as fit into free memory if None.
         seed: Random seed for the choice among the shortest samples.
     """
@@ -373,7 +373,7 @@ class InBatches:
         self.together: Together = "padded"
         self.reason = ""
         self.go_alone: set[str] = set()
-        """Names of what differs in batches from what it is alone."""
+        """Names of results that differ between a batch and a single sample."""
         self._is_checked = False
         self._random = random.Random(seed)
         self._held = _learned.setdefault(specimen.model, _Learned()).held
@@ -388,7 +388,7 @@ class InBatches:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.specimen.model.parameters()).device
 
     @property
@@ -397,7 +397,7 @@ class InBatches:
         return self.batch_size or MOST_SAMPLES.get(self.device.type, 16)
 
     def window(self, prepared: Sequence[ModelInput], done: Callable[[int], Any] = lambda n: None) -> list[Results]:
-        """What is made of some samples, in order; `done` is called with the number finished each time."""
+        """The results for some samples, in order; `done` is called with the number finished each time."""
         kinds = [(_kind(one), max(1, length_of(one))) for one in prepared]
         found: dict[int, Results] = {}
         begun: list[tuple[list[int], Callable[[], list[Results]]]] = []
@@ -428,7 +428,7 @@ class InBatches:
         return [found[i] for i in range(len(prepared))]
 
     def _take(self, rest: list[int], kinds: Sequence[tuple[Any, int]]) -> list[int]:
-        """Take the next batch from the end, the longest samples first; one to be checked has the shortest with them."""
+        """Take the next batch from the end, the longest samples first; one to be checked includes the shortest."""
         kind, longest = kinds[rest[-1]]
         fits = 1 if self.together == "one by one" else min(self.most, max(1, int(self._most_tokens / longest)))
 
@@ -458,7 +458,7 @@ class InBatches:
         return max(1, sum(max(4, p.dtype.itemsize) * max(p.shape) for p in weights))
 
     def _begin(self, prepared: list[ModelInput]) -> Callable[[], list[Results]]:
-        """Start one batch; in the first one, the shortest sample and another are also made alone."""
+        """Start one batch; in the first one, the shortest sample and another one are also processed alone."""
         if len(prepared) == 1 or not all(map(has_sample_axis, prepared)):
             alone = [self._noted(self.make_alone(one)) for one in prepared]
             return lambda: alone
@@ -525,7 +525,7 @@ class InBatches:
 
 
 def _kind(prepared: ModelInput) -> tuple[str, ...]:
-    """What samples of one batch have in common: the names of their arguments, and shapes that cannot be padded."""
+    """The properties that samples of one batch share: the names of arguments, and shapes that cannot be padded."""
     shapes = [
         f"{name}{tuple(value.shape[2:] if name in ('input_ids', 'inputs_embeds') else value.shape)}"
         for name, value in sorted(prepared.arguments.items())

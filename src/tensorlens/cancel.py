@@ -1,7 +1,7 @@
 """Cancelling by a callback: long work calls `check()` between its pieces, and whoever started it may raise there.
 
-The work knows nothing of jobs, readers or clocks; a piece is never interrupted in its middle, so nothing half done is
-left behind. The callback belongs to the context that set it: another thread, or a caller who set none, pays one lookup.
+The work knows nothing about jobs, readers or clocks; a piece is never interrupted, so nothing half done is
+left. The callback belongs to the context that set it: in other threads, `check()` costs one lookup.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         kind: Whether it is only in the first, only in the second, or in both with different constants.
-        operation: What it does.
-        module: Where in the model.
-        block: In which block; None outside all blocks.
+        operation: Its operation.
+        module: Its module.
+        block: Its block; None outside all blocks.
         distance: The largest relative difference of its constants; None if only one program has it.
     """
 
@@ -58,7 +58,7 @@ class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(kind, step.operation, step.module, step.block, distance)
 
     def __str__(self) -> str:
-        """One line: where, what, how much."""
+        """One line: place, operation and difference."""
         place = "outside of blocks" if self.block is None else f"block {self.block}"
         how = "" if self.distance is None else f", constants differ by {self.distance:.1e}"
         where = self.kind if self.distance is None else "both"
@@ -93,7 +93,7 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
         return "How do these two tensors differ?"
 
     def _table(self) -> Table:
-        """How much the constants of each step differ; NaN for a step that only one of the two has."""
+        """The difference of the constants of each step; NaN for a step in only one of the two."""
         apart = [[math.nan if step.distance is None else step.distance] for step in self.steps]
         return Table(np.array(apart, dtype=float).reshape(-1, 1), [*map(str, self.steps)], ["distance"])
 
@@ -162,7 +162,7 @@ def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PR
         raise InputError(f"`probes` must be a number of directions, 1 or more; got {probes!r:.60}.")
     steps = tuple(_differences(first.program, second.program))
     made = Comparison(steps=steps, distance=_distance(first, second, probes, seed), probes=probes, seed=seed)
-    force_setattr(made, "_tensors_compared", (first, second))  # beside the fields: they are not saved
+    force_setattr(made, "_tensors_compared", (first, second))  # not fields, so they are not saved
     return made
 
 

@@ -2,7 +2,7 @@ r"""`CorpusTensor`: the mean operator of a corpus from every block to the end.
 
     M_n = mean over inputs and positions i of T.blocks(n, N)[i, :, i, :],   b_n = mean of F(X)_i − T_ii x_i
 
-is a linear reading of block n for any input: what a state there will become. Read through the unembedding, it names
+is a linear reading of block n for any input: the output that a state will become. Through the unembedding, it names
 words. With `outputs="later"` it is Σ_{i' ≥ i} T[i', :, i, :] instead, averaged over i, without a constant; by
 `Rules.jacobian(include_final_norm=False)` that is the J-lens.
 """
@@ -58,15 +58,15 @@ Reading = tuple[tuple[tuple[Said, ...], ...], ...]
 
 
 class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_reading/1"):
-    """What each state will become, in words: by the mean operator of a corpus, and by the plain logit lens.
+    """The words that each state will become: by the mean operator of a corpus, and by the plain logit lens.
 
     Attributes:
         tokens: A label for each token.
         corpus: For each block and token, the words that the mean operator reads in the state entering the block.
         plain: The plain logit lens: the model's own head applied to the state.
         first: The first block that is read.
-        identity: For each row, the share of the identity in the mean operator: what the plain reading would give.
-        places: What each row is read from, if not the states that enter blocks alone.
+        identity: For each row, the share of the identity in the mean operator, as in the plain reading.
+        places: The state behind each row, if some are not states that enter blocks.
     """
 
     tokens: tuple[str, ...]
@@ -130,7 +130,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         outputs: ``"own"``: from a token to itself. ``"later"``: from a token to itself and all later ones, summed.
         n_texts: The number of texts averaged.
         first: The block of the first matrix; published lenses start after the first block.
-        middle: The same matrices from the stream after the attention of each block, where these were asked for.
+        middle: The same matrices from the stream after the attention of each block, if requested.
         middle_bias: Their constants.
         meta: Model, versions, rules, positions left out, probes.
     """
@@ -236,7 +236,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
 
         Args:
             lens: A lens on the model.
-            texts: What the lens takes.
+            texts: Inputs of the lens.
             outputs: From a token to itself (``"own"``), or to itself and all later ones (``"later"``).
             probes: Random cotangents for each text; None is exact where at most 4,096 cotangents are needed, and 64
                 probes otherwise. The record says which.
@@ -406,7 +406,7 @@ class _Sums:
         n_of = counted.sum(1)
         self.n_texts += int((n_of > 0).sum())
         self.n_short += int((n_of == 0).sum())
-        share = counted / n_of.clamp(min=1)[:, None]  # (sample, token): each text counts as much as any other
+        share = counted / n_of.clamp(min=1)[:, None]  # (sample, token): all texts have the same weight
         end = recording.states[-1]
         for cotangents in self._cotangents(counted, end):
             self._pull(recording, cotangents, share)
@@ -420,7 +420,7 @@ class _Sums:
         return ((places >= self.skip_first) & (places < ends)).to(state)
 
     def _cotangents(self, counted: Tensor, end: Tensor) -> Iterator[Tensor]:
-        """Cotangents (cotangent, sample, token, channel), some at a time; their outer products sum to one."""
+        """Cotangents (cotangent, sample, token, channel), some at a time; their outer products sum to the identity."""
         n_tokens, width = end.shape[1:]
         n_exact = width * (n_tokens if self.outputs == "own" else 1)
         self.n_probes = self.probes if self.probes is not None or n_exact <= EXACT_UP_TO else DEFAULT_PROBES
@@ -516,7 +516,7 @@ def unembedded(recording: Recording, states: Tensor) -> Tensor:
 
 
 def logits_from(recording: Recording, states: Tensor) -> Tensor:
-    """The model's own logits (token, class) with `states` (token, channel) for what its last block gives."""
+    """The model's own logits (token, class), with `states` (token, channel) in place of its last block's output."""
     origin, last = recording.from_model("The model's own head"), recording.n_blocks - 1
 
     def put_in(n: int, state: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Everything that can go wrong, by kind.
 
-Each message has three parts: what was expected, what came, what to do next. Raise the most
+Each message has three parts: what was expected, what was given, what to do next. Raise the most
 specific class; callers who do not care catch `TensorLensError`.
 """
 
@@ -28,7 +28,7 @@ class MissingExtraError(LoadError, ImportError):
 
 
 class InputError(TensorLensError, ValueError):
-    """What the user passed to a lens, an operator or a map does not fit."""
+    """An argument of a lens, an operator or a map does not fit."""
 
 
 class AnatomyError(TensorLensError):
@@ -44,7 +44,7 @@ class SizeError(TensorLensError, MemoryError):
 
 
 class MethodError(TensorLensError, ValueError):
-    """A map was asked for by an unknown name, or does not apply to this model."""
+    """A method is unknown, or does not apply to this model."""
 
 
 LARGE = 2**31 - 1
@@ -66,7 +66,7 @@ def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
 
 
 def check_iterable(value: Any, name: str, expected: str) -> list[Any]:
-    """The items of a list or the like."""
+    """The items of a list or similar."""
     is_single = isinstance(value, (str, bytes)) or getattr(value, "ndim", 1) == 0
     if is_single or not isinstance(value, Iterable):
         raise InputError(f"`{name}` must be a list of {expected}; got {value!r:.60}.")
@@ -74,7 +74,7 @@ def check_iterable(value: Any, name: str, expected: str) -> list[Any]:
 
 
 def check_path(value: Any) -> Path:
-    """A path that a file may have."""
+    """The path of a file."""
     if not isinstance(value, (str, PathLike)) or "\0" in str(value):
         raise InputError(f"Expected the path of a file or folder, as text or a `Path`; got {value!r:.60}.")
     return Path(value)

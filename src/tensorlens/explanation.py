@@ -1,4 +1,4 @@
-"""`Explanation`: one question to a model, answered with what benchmarks recommend for it."""
+"""`Explanation`: one question to a model, answered by the method that benchmarks recommend for it."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ GROUPS = {"passage": "sentences"}
 
 
 def in_words(found: TokenMap) -> TokenMap:
-    """The map with one input per word where scores add up, which signed ones do and norms do not."""
+    """The map with one input per word if scores add up; signed scores do, norms do not."""
     adds_up = METHODS[found.method].signed and found.meta.get("grid") is None
     return found.group("words", sink_beside=True) if adds_up else found
 
 
 class Explanation(Tabular):
-    """Why a model says what it says after an input. Made by `Lens.explain`; shows itself in terminals and notebooks.
+    """Why a model predicts what it predicts. Made by `Lens.explain`; terminals and notebooks show it.
 
-    The model has run; the map and the certificate are computed when they are first asked for.
+    The model has run already; the map and the certificate are computed on first use.
 
     Attributes:
         tensor: The operator behind it.
@@ -72,7 +72,7 @@ class Explanation(Tabular):
         self._asked = headlined(recording, tensor.context, place, target, against) if has_head else None
 
     def _runner_up(self, target: str | int | None) -> int | None:
-        """The likeliest other token or class, where the question is best asked against it."""
+        """The likeliest other token or class, if it is recommended to ask against it."""
         if self.recommendation.target != "runner_up" or len(self._predictions) < 2 or isinstance(target, (tuple, list)):
             return None
         T = self.tensor
@@ -99,7 +99,7 @@ class Explanation(Tabular):
 
     @property
     def because(self) -> str:
-        """Why these rules, in one sentence with its number; empty without a head, on which nothing was measured."""
+        """The reason for these rules, one sentence with a number; empty without a head, where nothing was measured."""
         return "" if self._asked is None else self.recommendation.because
 
     @property
@@ -119,7 +119,7 @@ class Explanation(Tabular):
 
     @cached_property
     def map(self) -> TokenMap | ComponentMap:
-        """What each word, passage or component contributed; its `meta` includes the headline."""
+        """The contribution of each word, passage or component; its `meta` includes the headline."""
         if self.recommendation.method == "components" and self._asked is not None:
             found = self.tensor.components(self.out_token, self._asked.asked.weights)
         else:
@@ -152,13 +152,13 @@ class Explanation(Tabular):
         return badge(found.passed, found.errors)
 
     def show(self, console: Console | None = None) -> None:
-        """Print headline, prediction, map and what it sums to; without a console, to standard output."""
+        """Print headline, prediction, map and its sum; without a console, to standard output."""
         first, *others = self.lines()
         print_parts([heading(first), *map(Text, others)], console)
         self.show_map(console)
 
     def show_map(self, console: Console | None = None) -> None:
-        """Print the map, what it sums to and by which rules, without its provenance."""
+        """Print the map, its sum and its rules, without its provenance."""
         if isinstance(self.map, TokenMap):
             show_body(self.map.view(), console)
         else:
@@ -173,7 +173,7 @@ class Explanation(Tabular):
     def save(self, path: str | Path) -> Path:
         """Write the map with its headline, in the format of the suffix; see `TokenMap.save`.
 
-        A page of components is the page of the inside of the model, for the same target.
+        A page of components is the page of `T.inside` for the same target.
         """
         if isinstance(self.map, ComponentMap) and self._asked is not None and Path(path).suffix.lower() == ".html":
             return self.tensor.inside(self.out_token, self._asked.asked.weights).save(path)
@@ -196,7 +196,7 @@ def explain(
 def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
     """The operator, with an attention sink's contribution in B where it can be separated from that of the word."""
     if rules.attention == "hold":
-        with suppress(InputError):  # not causal, or a model of something other than tokens
+        with suppress(InputError):  # not causal, or without tokens
             T = look(dataclasses.replace(rules, sink="hold"))
             since = T.operator.recording.rules.sink
             if isinstance(since, int) and since < T.operator.recording.n_blocks:

@@ -3,7 +3,7 @@
 Three things are written differently: a run appends its sample lines and puts its config in place by a link, which only
 one of several processes can make (`studies/runs`); converted weights are a folder that is renamed (`models/cache`).
 
-Python's own JSON writer puts ``NaN`` and ``Infinity`` into the text, which JSON does not know and most readers refuse;
+Python's own JSON writer writes ``NaN`` and ``Infinity``, which are not JSON and which most readers refuse;
 here a number that is not finite becomes null.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 from tensorlens.errors import InputError
 
 Content = str | bytes | Callable[[Path], object]
-"""A text (written as UTF-8), bytes, or what fills the file of a given path."""
+"""A text (written as UTF-8), bytes, or a function that fills the file at a path."""
 
 
 def write_whole(path: Path, content: Content) -> Path:

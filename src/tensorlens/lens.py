@@ -40,7 +40,7 @@ class Lens(Printed):
             `encode` and `decode` is a tokenizer: tiktoken's, a character tokenizer, or your own.
         rules: The conventions: `Rules`, or a rule set by name such as ``"attn_lrp"``; see `Rules.of`.
         blocks: Path of the list of blocks, if the detected one is wrong.
-        name: What maps should call the model.
+        name: Name of the model in maps.
         labels: From a token id to its label, for a model without a tokenizer.
     """
 
@@ -62,7 +62,7 @@ class Lens(Printed):
             raise InputError(
                 f"`blocks` must be the path of a list of blocks, such as 'model.layers'; got {blocks!r:.60}."
             )
-        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped: its code is read, not the compiled one
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped; its code can be read
         refuse_traced(model)
         if blocks is not None:  # fail early on a wrong path
             find_anatomy(model, blocks=blocks)
@@ -99,12 +99,12 @@ class Lens(Printed):
 
     @property
     def name(self) -> str:
-        """What maps call the model."""
+        """Name of the model in maps."""
         return self.specimen.name
 
     @property
     def anatomy(self) -> Anatomy:
-        """Where the model's parts are, judged by its module tree alone; an input may show otherwise."""
+        """Where the model's parts are, according to its module tree; an input may show something else."""
         return self.specimen.anatomy
 
     @property
@@ -203,7 +203,7 @@ class Lens(Printed):
         seed: int | None = None,
         **options: Any,
     ) -> Answer:
-        """What the model says after a prompt, or an answer given, ready to be traced back to the prompt.
+        """The model's answer to a prompt, or a given answer, to be traced back to the prompt.
 
         Args:
             prompt: A text, chat messages (dicts with `role` and `content`; the tokenizer's own template renders them)
@@ -230,7 +230,7 @@ class Lens(Printed):
         *,
         tokens: bool = False,
     ) -> Explanation:
-        """Why the model says what it says: the map that benchmarks recommend for a question, with its headline.
+        """Why the model predicts what it predicts: the map that benchmarks recommend for a question, with its headline.
 
         The rules come from `recommended`, not from this lens; to choose your own, use `T.map`.
 
@@ -264,7 +264,7 @@ class Lens(Printed):
         of = self.specimen
         rules = Rules.of(rules, include_final_norm=of.rules.include_final_norm)
         made = Lens(of.model, of.processor, rules=rules, blocks=of.blocks, name=of.name)
-        made.specimen.anatomies = of.anatomies  # what is known of the model is shared
+        made.specimen.anatomies = of.anatomies  # facts about the model are shared
         return made
 
 

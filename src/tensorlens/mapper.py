@@ -39,7 +39,7 @@ class Mapper(Printed):
     [' It', ' The']
 
     Args:
-        model: A name as for `load`; loaded once per process, with the first batch.
+        model: A name as for `load`; the model is loaded once per process, with the first batch.
         method: A name in `METHODS`.
         column: The column with the texts.
         target: For `tensor.in_class`; the model's own prediction for each row if None.
@@ -49,7 +49,7 @@ class Mapper(Printed):
         on_error: ``raise`` for a row that the model cannot take, or ``skip``: it keeps its place with no tokens, and a
             column `error` says why.
         truncate: Whether a text that is too long for the model is cut at its end.
-        groups: Sum the inputs of each ``"words"``, ``"sentences"`` or ``"lines"``, an attention sink beside them;
+        groups: Sum inputs over ``"words"``, ``"sentences"`` or ``"lines"``, with an attention sink beside them;
             tokens if None.
         loading: Anything else that `load` takes.
     """
@@ -150,7 +150,7 @@ _loading = threading.Lock()
 
 
 def _lens(model: str, loading: dict[str, Any]) -> Lens:
-    """The lens of this process for a model loaded so."""
+    """The lens of this process for a model with these options."""
     key = f"{model} {sorted(loading.items(), key=lambda item: item[0])}"
     with _loading:
         if key not in _lenses:

@@ -23,7 +23,7 @@ SHARE_OF_WORK = 0.5
 """One computation that is cut into pieces (`fitting`): a piece holds inputs and results at the same time."""
 
 SHARE_OF_BATCH = 0.25
-"""What the recording of a batch of `lens.maps` holds: the methods work beside it, and the next batch is prepared."""
+"""The recording of a batch of `lens.maps`: the methods and the next batch need memory beside it."""
 
 SHARE_OF_RECORDING = 0.3
 """The constants of one recording; blocks beyond it are recorded again when they are needed."""
@@ -44,7 +44,7 @@ BYTES_OF_SCALED = {"cuda": 2**29, "cpu": 2**25}
 """By device: scaled weights while tokens are folded: enough for a large product, on a CPU as much as caches hold."""
 
 BYTES_OF_SCORES = {"cuda": 2**29, "cpu": 2**26}
-"""By device: scores of attention that are formed at a time. Each chunk adds to all keys, which a GPU does slowly."""
+"""By device: attention scores formed at a time. Each chunk adds to all keys, which a GPU does slowly."""
 
 BYTES_OF_VECTORS = {"cuda": 2**29, "cpu": 2**26}
 """By device: one chunk of the vectors of a decomposition; all would be L²·D numbers per sample."""
@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device, what torch holds in reserve included."""
+    """Memory that is free on a device, including torch's reserve."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
@@ -75,7 +75,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _free_elsewhere() -> int:
-    """Where no file reports it: ask psutil, which accelerate installs; otherwise guess."""
+    """Free memory if no file reports it: from psutil, which accelerate installs, otherwise a guess."""
     try:
         import psutil  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
@@ -84,7 +84,7 @@ def _free_elsewhere() -> int:
 
 
 def bytes_on(device: torch.device, table: Mapping[str, int]) -> int:
-    """An entry of the tables by device; other accelerators use the CPU's."""
+    """An entry of a table by device; other accelerators use the entry of the CPU."""
     return table.get(device.type, table["cpu"])
 
 
@@ -96,7 +96,7 @@ def clear_memory() -> None:
 
 
 def fitting(bytes_each: int, wanted: int, device: torch.device, share: float = SHARE_OF_WORK) -> int:
-    """How many of `wanted` things of `bytes_each` bytes go into the part of the free memory that may be used."""
+    """How many of `wanted` things of `bytes_each` bytes fit into the usable part of the free memory."""
     if bytes_each * wanted <= ALWAYS_FITS:
         return wanted
     return max(1, min(wanted, int(share * free_bytes(device) / max(1, bytes_each))))
@@ -112,7 +112,7 @@ class Portions:
         n_outputs: How many outputs.
         n_cotangents: How many cotangents for each.
         most: How many columns a piece may have.
-        unit: What the progress bar calls a column.
+        unit: Name of a column in the progress bar.
     """
 
     def __init__(self, n_outputs: int, n_cotangents: int, most: int, unit: str = "cotangent") -> None:
@@ -146,7 +146,7 @@ class Portions:
                 output = outputs.stop if cotangent == 0 else output
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """What `work` gives, or None if memory ran out, in which case the piece comes again, smaller."""
+        """The result of `work`, or None if memory ran out; then the piece is repeated in smaller ones."""
         cancel.check()
         try:
             return work()
@@ -178,7 +178,7 @@ def in_parts(items: Tensor, most: int, work: Callable[[Tensor], Result]) -> list
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch failed for lack of memory; on the CPU it says so in words only."""
+    """Whether torch ran out of memory; on the CPU only the error's text shows it."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -192,7 +192,7 @@ def sent(numbers: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def on_its_way(values: Tensor) -> Callable[[], Tensor]:
-    """A copy for the CPU that is begun now; a call waits for it, and for nothing that was begun later."""
+    """A copy to the CPU that starts now; calling it waits for the copy, but not for later work."""
     if not values.is_cuda:
         return lambda: values.cpu()
     copy, done = values.to("cpu", non_blocking=True), torch.cuda.Event()

@@ -12,8 +12,8 @@ def bar(items: Iterable[Any] | None = None, progress: bool | None = None, **opti
     """A bar on standard error: shown if `progress`, hidden if not, and only on a terminal if None.
 
     Args:
-        items: What to go over; without, the caller updates the bar.
-        progress: As users give it.
+        items: The items to iterate over; without them, the caller updates the bar.
+        progress: Whether to show it, as in functions for users.
         options: As for `tqdm`.
     """
     return tqdm(items, disable=None if progress is None else not progress, **options)

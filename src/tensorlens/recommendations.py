@@ -1,4 +1,4 @@
-"""`recommended`: the rules and the method for each question, in the one table that every surface uses."""
+"""`recommended`: the rules and the method for each question, in the one table that all interfaces use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ QUESTIONS = ("word", "passage", "component", "paper")
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation(Printed):
-    """What benchmarks with known answers recommend for a question.
+    """The recommendation of benchmarks with known answers for a question.
 
     Attributes:
         question: A name in `QUESTIONS`.
         rules: The rule set.
         method: A method in `METHODS` that takes a target, or ``"components"`` for `AttentionTensor.components`. A model
             without a head has no target; there `default_method` of `maps/defaults` decides.
-        target: What is explained of the prediction: its ``"logit"``, or its logit minus that of the ``"runner_up"``,
+        target: The target: the ``"logit"`` of the prediction, or its logit minus that of the ``"runner_up"``,
             the likeliest other token.
         because: The reason in one sentence, with a number and the page that documents it.
     """

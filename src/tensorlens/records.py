@@ -6,7 +6,7 @@
 | `.safetensors` | tensors bit for bit; the other fields as the same JSON in the header                           |
 
 The field `format` is the schema and its version, such as ``tensorlens.token_map/1``. `load` checks types by the struct,
-and what belongs together (labels against scores) by its `__post_init__`, whoever made it. So what was loaded can be
+and consistency (labels against scores) by its `__post_init__`, whoever made it. So a loaded record can be
 printed, shown and saved; anything else is refused with one sentence.
 """
 
@@ -38,7 +38,7 @@ Index = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """A position or a count, as a file may hold it."""
 
 MOST_NESTED = 32
-"""How deep lists and dictionaries of `meta` may lie in each other."""
+"""How deep lists and dictionaries of `meta` may be nested."""
 
 Writer = Callable[[Path], object]
 
@@ -53,10 +53,10 @@ class Record(
     """
 
     loadable: ClassVar[tuple[str, ...]] = (".json",)
-    """The suffixes of files that come back with `load`."""
+    """The suffixes of files that `load` reads."""
 
     def __post_init__(self) -> None:
-        """Take copies: tensors on the CPU, `meta` as JSON would give it back. Subclasses add what belongs together."""
+        """Take copies: tensors on the CPU, `meta` as JSON would return it. Subclasses add checks of consistency."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, Tensor):
@@ -66,11 +66,11 @@ class Record(
                 force_setattr(self, name, plain_meta(value))
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
-        """What `show` prints, `k` lines of whatever there is most of."""
+        """The text of `show`, with `k` lines of the longest list."""
         yield Text(self.headline, style="bold")
 
     def _writers(self) -> Mapping[str, Writer]:
-        """By suffix, what fills a file."""
+        """The content of a file, by suffix."""
         return {suffix: partial(_WRITERS[suffix], self) for suffix in self.loadable}
 
     def show(self, k: int = 10, console: Console | None = None) -> None:
@@ -86,7 +86,7 @@ class Record(
         return as_html(lambda console: self.show(console=console))
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds, as plain values; a tensor is its type, its shape and its numbers in order."""
+        """The content of the JSON file, as plain values; a tensor is its type, its shape and its numbers in order."""
         return msgspec.to_builtins(self, enc_hook=_entry)
 
     def save(self, path: str | Path) -> Path:
@@ -130,7 +130,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
 
 
 def plain_meta(meta: Any) -> dict[str, Any]:
-    """A copy of some `meta` as JSON would give it back: lists for tuples, strings for keys; NaN stays a number.
+    """A copy of some `meta` as JSON would return it: lists for tuples, strings for keys; NaN stays a number.
 
     Raises:
         InputError: it is not a dictionary, holds what JSON cannot, or is nested without end.
@@ -153,7 +153,7 @@ def _plain(value: Any, depth: int) -> Any:
             name if type(name) is str else _key(name): one if type(one) in _LEAVES else _plain(one, depth - 1)
             for name, one in value.items()
         }
-    for kind in (str, int, float):  # such as numpy's, which are kinds of Python's
+    for kind in (str, int, float):  # such as numpy's subclasses of Python's numbers
         if isinstance(value, kind):
             return kind(value)
     raise InputError(
@@ -206,7 +206,7 @@ def _tensor(kind: Any, value: Any) -> Tensor:
 
 
 def _check_format(path: Path, record: type[Record], found: object) -> None:
-    """Refuse a file of another format, or of another version of this one."""
+    """The error for a file of a different format, or of a different version of this one."""
     ours = str(record.__struct_config__.tag)
     family, _, version = found.rpartition("/") if isinstance(found, str) else ("", "", "")
     name, _, known = ours.rpartition("/")

@@ -1,7 +1,7 @@
-r"""What a model will cost before its weights are there: memory and time from its config alone.
+r"""The cost of a model before its weights are there: memory and time from its config alone.
 
 Cost is affine in the number of blocks: $c(N) = c_0 + N c_1$. A model with the config's shape, random weights and few
-blocks is built on the device, and each work is done on it for two numbers of blocks, which gives $c_0$ and $c_1$. So
+blocks is built on the device, and each task is run on it for two numbers of blocks, which gives $c_0$ and $c_1$. So
 kernels, waiting times and types are those of the device at hand, for any architecture.
 """
 
@@ -34,7 +34,7 @@ LONG = 2.0
 class Cost(NamedTuple):
     """A task, its approximate seconds, and the memory it needs beside the weights.
 
-    Memory is None for slices, norms and data sets: their pieces are cut to the memory that is free.
+    Memory is None for slices, norms and data sets: they are cut into pieces that fit the free memory.
     """
 
     work: str
@@ -43,15 +43,15 @@ class Cost(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a model costs on a device.
+    """The cost of a model on a device.
 
     Attributes:
         model: Its name.
-        device: Where it was tried.
+        device: The device of the test.
         dtype: Type of the weights.
         n_tokens: Tokens of the input.
-        n_parameters: How many the whole model has.
-        weight_bytes: What its weights take.
+        n_parameters: Number of parameters of the whole model.
+        weight_bytes: Size of its weights.
         costs: By task.
     """
 
@@ -83,14 +83,14 @@ def size(
     slices: bool = True,
     **reading: Any,
 ) -> Sizes:
-    """Memory and time of the usual works, from a model's config alone.
+    """Memory and time of the usual tasks, from a model's config alone.
 
     Args:
         model: A folder or hub id whose config can be read, a bundled model, or a config of transformers.
         n_tokens: Tokens of the input.
-        device: Where to try it; the accelerator if there is one.
+        device: The device to test on; the accelerator if there is one.
         dtype: Type of the weights; float32 if None.
-        slices: Whether to try slices and norms, which take as many pulls as there are channels.
+        slices: Whether to test slices and norms, which take as many pulls as there are channels.
         **reading: `trust_remote_code` and `revision`, as for `load`.
 
     Raises:
@@ -117,7 +117,7 @@ def size(
 
 
 def _few(config: Any, n_blocks: int) -> tuple[int, int]:
-    """Two numbers of blocks that hold every kind of block in the same proportions."""
+    """Two numbers of blocks with every kind of block in the same proportions."""
     kinds = list(getattr(config, "layer_types", None) or [])
     period = next((p for p in range(1, 9) if len(kinds) > p and kinds[: 2 * p] == kinds[:p] * 2), 1)
     return min(2 * period, n_blocks), min(6 * period, n_blocks)
@@ -148,11 +148,11 @@ def costs_of(
     """The measured cost of each task on a model of a config with random weights: one warm-up, then timings.
 
     Args:
-        config: The config, with as many blocks as it says.
+        config: The config, with its number of blocks.
         dtype: Type of the weights.
         device: Where it runs.
         n_tokens: Tokens of the input.
-        slices: Whether to try slices and norms.
+        slices: Whether to test slices and norms.
     """
     with torch.device(device):
         model = model_class_of(config)._from_config(config, dtype=dtype).eval()
@@ -181,7 +181,7 @@ def costs_of(
 
 
 def _cost(name: str, work: Callable[[], Any], device: torch.device) -> Cost:
-    """The median time, and on an accelerator the peak of memory, elsewhere what a recording holds."""
+    """The median time, and the peak of memory; without an accelerator, the size of a recording."""
     on_gpu, times, result = device.type == "cuda", list[float](), None
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     if on_gpu:

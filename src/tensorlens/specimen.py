@@ -31,14 +31,14 @@ from tensorlens.tolerances import repeated
 
 
 class Specimen:
-    """A model to look through, and how.
+    """A model with everything needed to record it.
 
     Args:
         model: The user's model.
         processor: Its tokenizer, image processor or processor.
         rules: The conventions.
         blocks: Path of the list of blocks, where the guess is wrong.
-        name: What maps should call the model.
+        name: Name of the model in maps.
     """
 
     def __init__(self, model: nn.Module, processor: Any, rules: Rules, blocks: str | None, name: str) -> None:
@@ -51,7 +51,7 @@ class Specimen:
         return value if isinstance(value, ModelInput) else make_input(value, self.model, self.processor)
 
     def prepare_all(self, values: Sequence[Any], *, truncate: bool = False) -> list[ModelInput | TensorLensError]:
-        """For each input what the model takes, or the error that it would raise; texts are tokenised together.
+        """For each input the model's arguments, or the error that it would raise; texts are tokenised together.
 
         Args:
             values: The inputs.
@@ -66,7 +66,7 @@ class Specimen:
         return arguments
 
     def record(self, arguments: dict[str, Any], *, n_samples: int = 1) -> Recording:
-        """Run the model once on some arguments and keep the program it leaves behind."""
+        """Run the model once on some arguments and record its program."""
         found = self._record(arguments, self._rules_at(arguments), n_samples)
         self._refuse_seeing_first(found)
         return found
@@ -74,7 +74,7 @@ class Specimen:
     def _record(self, arguments: dict[str, Any], rules: Rules, n_samples: int) -> Recording:
         arguments = self.arguments(arguments)
         anatomy = self.anatomies.at(arguments)
-        seen, self.anatomies.seen = self.anatomies.seen, None  # a recording that is stopped leaves nothing behind
+        seen, self.anatomies.seen = self.anatomies.seen, None  # nothing remains of a cancelled recording
         found = record(anatomy, arguments, rules, n_samples=n_samples)
         if found.origin is not None and found.origin.anatomy is not anatomy:
             self.anatomies.learn(arguments, found.origin.anatomy)
@@ -85,7 +85,7 @@ class Specimen:
     # Held sinks -------------------------------------------------------------------------------------------------------
 
     def _rules_at(self, arguments: dict[str, Any]) -> Rules:
-        """The rules with the block from which on a sink is held: a token that begins every text says nothing at all."""
+        """The rules, with the block from which on a sink is held: block 0 for a token that begins every text."""
         if self.rules.sink != "hold":
             return self.rules
         ids, begins = token_ids(arguments), getattr(getattr(self.model, "config", None), "bos_token_id", None)
@@ -133,14 +133,14 @@ class Specimen:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """Where the model's parts are by its module tree alone; an input may show them to be elsewhere."""
+        """Where the model's parts are, according to its module tree; an input may show something else."""
         return find_anatomy(self.model, blocks=self.blocks)
 
     @property
     def pad_id(self) -> int:
-        """The token that fills up the shorter texts of a batch: the tokenizer's, else the model's, else 0.
+        """The token that pads the shorter texts of a batch: the tokenizer's, else the model's, else 0.
 
-        It is masked, so any token would do; a batch is checked for models to which the padding makes a difference.
+        It is masked, so any token would do; batches are checked for models that react to padding.
         """
         found = getattr(tokenizer_of(self.processor), "pad_token_id", None)
         found = getattr(getattr(self.model, "config", None), "pad_token_id", None) if found is None else found
@@ -149,12 +149,12 @@ class Specimen:
     # What maps say ----------------------------------------------------------------------------------------------------
 
     def context(self, prepared: ModelInput, recording: Recording, n_tokens: int | None = None) -> Context:
-        """What maps record about an input.
+        """The context that maps of an input record.
 
         Args:
             prepared: The input.
             recording: Its recording, or that of a batch with it.
-            n_tokens: Its number of tokens, where the recording is of longer ones too.
+            n_tokens: Its number of tokens, if the recording has longer samples too.
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
         meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}

@@ -1,6 +1,6 @@
-"""The public names, all of them. `tensorlens` imports this file when the first of them is asked for.
+"""All public names. `tensorlens` imports this file when one of them is first used.
 
-Apart from `tensorlens` itself, so that `tensorlens --help` need not wait for torch.
+It is a file of its own so that `tensorlens --help` does not wait for torch.
 """
 
 from tensorlens import studies as studies

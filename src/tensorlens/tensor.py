@@ -62,7 +62,7 @@ class AttentionTensor(InsideQuestions):
         self._certified: Certificate | None = None
 
     def __repr__(self) -> str:
-        """One line: model, sizes, blocks, and blocks whose heads are not all there."""
+        """One line: model, sizes, blocks, and blocks with heads left out."""
         start, stop = self.operator.span
         size = f"{self.n_tokens} tokens × {self.n_channels} channels"
         heads = f", some heads of block {', '.join(map(str, self.operator.heads))}" if self.operator.heads else ""
@@ -76,7 +76,7 @@ class AttentionTensor(InsideQuestions):
         return self
 
     def __deepcopy__(self, memo: Any) -> AttentionTensor:
-        """The tensor itself, as for `copy.copy`."""
+        """The tensor itself, as in `copy.copy`."""
         return self
 
     def __reduce__(self) -> Any:
@@ -207,7 +207,7 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def split(self, block: int, basis: Tensor) -> Split:
-        r"""The contributions to the output through a subspace of the state that enters a block, and outside it.
+        r"""The contributions to the output of a subspace of the state that enters a block, and of the rest of it.
 
         With Q the projector on the subspace and $T_n$ the operator from block n on, $T_n (Q X^n)$ and
         $T_n ((1 - Q) X^n)$: together with its bias they are the output.
@@ -262,7 +262,7 @@ class AttentionTensor(InsideQuestions):
                 ``"bfloat16"``; the model's own type, in float32 or better, if None.
             positions: For `tensor.in_class` and `tensor.in_out` of a model that adds positions to its words,
                 $X^0 = E + P$: a column per word, then one per position; a word and its position sum to the column
-                that they are without this.
+                without this option.
         """
         check_out_token(out_token, self.operator.recording.pools, method)
         check_question(method, target, norm, probes, seed, raw=raw)
@@ -390,7 +390,7 @@ class AttentionTensor(InsideQuestions):
 
     @own_modes
     def predictions(self, k: int = 5, out_token: int = OUT_TOKEN) -> list[Prediction]:
-        """The `k` classes or next tokens that the model ranks highest at one output, with its own logits.
+        """The `k` classes or next tokens that the model ranks highest at one output, with their logits.
 
         They come from the whole model, its soft caps and scales included, whatever the range of blocks.
         """

@@ -1,9 +1,9 @@
-"""Attention tensors in files: a program with its numbers, the marks on it, and what maps record about the input.
+"""Attention tensors in files: a program with its numbers and marks, and the context of its input.
 
 One safetensors file, its records as strict JSON in the header. Reading it imports no model library and runs no code of
 the file: operations come from the table of this library. A constant is a view of a memory, with strides; memories are
-stored once, whoever shares them, so that a loaded program gives the same numbers bit for bit. A weight may also be
-stored by its name and a checksum, for whoever has the model.
+stored once even if shared, so a loaded program gives the same numbers bit for bit. A weight may also be
+stored by its name and a checksum, for users who have the model.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ StepRecord = tuple[int, str, Any, dict[str, Any], str, int | None, str | None]
 
 
 class View(NamedTuple):
-    """A constant: which memory it lies in, and how.
+    """A constant: its memory, and its layout there.
 
     Attributes:
-        memory: Its number.
+        memory: The number of its memory.
         shape: Sizes of the axes.
         strides: Distances in memory along them.
-        offset: Where it begins.
+        offset: Its start in the memory.
         name: Name of the weight that it is, or is a view of.
     """
 
@@ -62,13 +62,13 @@ class View(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """A run of numbers that constants lie in.
+    """A contiguous run of numbers, shared by constants.
 
     Attributes:
         dtype: Their type.
-        device: Where they were.
+        device: Their device when they were saved.
         weight: The weight they belong to, where it is stored by name.
-        start: Where in that weight's memory they begin.
+        start: Their start in that weight's memory.
         length: How many there are.
         checksum: Checksum of their bytes, where they are stored by name.
     """
@@ -91,14 +91,14 @@ class ProgramRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorsRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Where tensors lie, by their names."""
+    """Views of memories, by the names of tensors."""
 
     views: dict[str, View]
     memories: list[Memory]
 
 
 class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What maps record about the input; see `Context`."""
+    """The context that maps record; see `Context`."""
 
     tokens: tuple[str, ...]
     out_tokens: tuple[str, ...] | None
@@ -134,7 +134,7 @@ AS_THEY_ARE = words("slots readout_slot n_encoder_blocks starts_at_embedding giv
 
 
 class Packed(NamedTuple):
-    """An attention tensor as it travels: records as JSON, and memories by name."""
+    """An attention tensor ready to be stored: records as JSON, and memories by name."""
 
     header: bytes
     memories: dict[str, Tensor]
@@ -164,11 +164,11 @@ KINDS: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = 
     "slice": (slice, lambda part: [part.start, part.stop, part.step], slice),
     "ellipsis": (type(...), lambda _: [], lambda: ...),
 }
-"""By its name in files: a type of arguments, its parts as JSON, and the argument again."""
+"""Types of arguments by their name in files, each with its parts as JSON and its inverse."""
 
 
 def _coded(value: Any) -> Any:
-    """An argument as JSON: numbers, strings and None as they are, all else as a list that begins with its kind."""
+    """An argument as JSON: numbers, strings and None as they are, anything else as a list that begins with its kind."""
     if value is None or type(value) in (bool, int, str) or type(value) is float and math.isfinite(value):
         return value
     if type(value) is tuple or type(value) is list:
@@ -180,7 +180,7 @@ def _coded(value: Any) -> Any:
 
 
 def _decoded(value: Any, device: torch.device | None) -> Any:
-    """An argument again, devices replaced by one if that is given."""
+    """An argument from its JSON, with devices replaced by one if it is given."""
     if type(value) is not list:
         return value
     kind, *parts = value
@@ -195,7 +195,7 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
 
 
 def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> Packed:
-    """An operator and what maps record about its input, as records and memories."""
+    """An operator and the context of its input, as records and memories."""
     check_choice(weights, "weights", get_args(Weights))
     recording, classes = operator.recording, context.classes
     program, constants = recording.program, recording.program.constants
@@ -268,8 +268,8 @@ def _store_tensors(
 
     Args:
         tensors: By name.
-        names: Which of them are weights of the model, and what these are called there.
-        weights: The model's, by name, if what lies in them is to be stored by name.
+        names: The names of those that are weights of the model.
+        weights: The model's weights by name, if they are to be stored by name.
     """
     by_memory: dict[Any, list[Tensor]] = {}
     for key, value in tensors.items():
@@ -297,7 +297,7 @@ def _store_tensors(
 
 
 def _covered(several: list[Tensor]) -> tuple[Tensor, int]:
-    """The part of a memory that some tensors cover, and where it begins."""
+    """The part of a memory that some tensors cover, and its start."""
     spans = [_span(value) for value in several]
     start, stop = min(first for first, _ in spans), max(last for _, last in spans)
     return several[0].as_strided((stop - start,), (1,), start), start
@@ -317,7 +317,7 @@ def _memory_of(value: Tensor) -> Any:
 
 
 def _span(value: Tensor) -> tuple[int, int]:
-    """The first place of a tensor in its memory, and the one after its last."""
+    """The first place of a tensor in its memory, and the place after its last."""
     first = int(value.storage_offset())
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return first, first + (reach + 1 if value.numel() else 0)
@@ -364,13 +364,13 @@ def read_tensor(path: Path, model: nn.Module | None, device: str | None) -> tupl
 def unpack(
     header: bytes, memory: Callable[[str], Tensor], model: nn.Module | None = None, device: str | None = None
 ) -> tuple[FrozenOperator, Context]:
-    """The operator and the context of what `pack` made.
+    """The operator and the context from the result of `pack`.
 
     Args:
         header: The records.
-        memory: Gives a memory by its name.
+        memory: Returns a memory by its name.
         model: The model, for weights that are stored by name.
-        device: Where everything goes; where it was if None, or on the CPU where this machine has no such device.
+        device: The device for everything; if None, the one it was on, or the CPU if this machine has no such device.
     """
     record = msgspec.json.decode(header, type=TensorRecord, dec_hook=lambda kind, one: KINDS[kind.__name__][2](one))
     to = _device(record, device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 CERTIFICATE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Two ways to compute one thing may differ by this much: in a deep model about 10³ rounding errors add up."""
+"""Two ways to compute one result may differ by this much: in a deep model about 10³ rounding errors add up."""
 
 CAST_TO_FLOAT32 = 2e-6
 """For a float64 model whose own code casts its state to float32 once; n casts give √n times as much."""
@@ -30,7 +30,7 @@ NOTHING = 1e-6
 """If a random state contributes less than this share of the output, the block or operator passes nothing on."""
 
 MAGNIFIED_ROUNDING = 1e4
-"""How many roundings one rounding of X⁰ must become for a model to be said to magnify it."""
+"""If one rounding of X⁰ becomes more than this many roundings, the model magnifies rounding."""
 
 MAP_NOISE = 1e-2
 """A map warns if rounding may be this share of it."""
@@ -45,14 +45,14 @@ SERVED_ON_AVERAGE, SERVED_AT_WORST = 0.05, 0.5
 """Absolute differences of log-probabilities: a server's bfloat16 gives about 0.01, now and then 0.2."""
 
 TINY = 1e-300
-"""Not a tolerance: keeps a norm from being zero where something is divided by it."""
+"""Not a tolerance: keeps norms that are divisors from being zero."""
 
 
 def repeated(dtype: torch.dtype, *, in_tf32: bool = False) -> float:
-    """How far a model may be from itself: a second pass, or the same sample in a batch.
+    """How far two results of one model may differ: a second pass, or the same sample in a batch.
 
-    Kernels sum in another order for other sizes: more than one rounding (eps), much less than a fault. Never below
-    1e-6, since code may cast its norms to float32 whatever the states are; products in tf32 have float16's digits.
+    Kernels sum in a different order for each size: more than one rounding (eps), much less than a fault. Never below
+    1e-6, since code may cast its norms to float32 for any type of states; products in tf32 have float16's digits.
     """
     accepted = max(1e-6, 100 * torch.finfo(dtype).eps ** 0.75)
     return max(accepted, CERTIFICATE[torch.float16]) if in_tf32 else min(0.1, accepted)

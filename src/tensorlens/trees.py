@@ -1,10 +1,10 @@
 """The one walk over nested values: the tensors in arguments and results of modules, and how to replace them.
 
-`torch.utils._pytree` opens tuples, lists, dictionaries and the named outputs of transformers. Opened here besides:
-other mappings (what a tokenizer returns) and dataclasses (blocks that hand on a record of their state).
+`torch.utils._pytree` opens tuples, lists, dictionaries and the named outputs of transformers. This file also opens
+other mappings (the output of a tokenizer) and dataclasses (blocks that pass on a record of their state).
 
-Three walkers stay apart, since they run for every function or step of a recording and see plain tuples, lists and
-dictionaries alone: `program.nodes.leaves` with `mapped`, and `recording.live.found_in`.
+Three walkers are separate: they run for every function or step of a recording and see only plain tuples, lists and
+dictionaries: `program.nodes.leaves` with `mapped`, and `recording.live.found_in`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
-"""Most of what is not a tensor; pytree would look at each of them several times."""
+"""Types of most values that are not tensors; pytree would look at each several times."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -38,7 +38,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nested values with other tensors; a container that holds none is not copied, so that it stays shared."""
+    """The same nested values with different tensors; a container without tensors is shared, not copied."""
     kind = type(value)
     if isinstance(value, Tensor):
         return change(value)

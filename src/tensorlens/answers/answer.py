@@ -1,4 +1,4 @@
-"""`Answer`: what a language model said after a prompt, and the parts of the prompt that it is based on."""
+"""`Answer`: the answer of a language model to a prompt, and the parts of the prompt that it is based on."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Answer(Tabular):
 
     Attributes:
         text: The answer.
-        ids: Its tokens, without the one that ended it.
-        offsets: Where each token is in the text; None for a token that is not part of it.
-        prompt: What was asked.
+        ids: Its tokens, without the end token.
+        offsets: The place of each token in the text; None for a token that is not part of it.
+        prompt: The prompt.
         tensor: T of prompt and answer together, with the earlier tokens of the answer as inputs.
         specimen: The model it came from, with its processor and rules.
-        agreement: How well a server's log-probabilities agree with the model's, if given.
+        agreement: The agreement of a server's log-probabilities with the model's, if they were given.
     """
 
     text: str
@@ -107,12 +107,12 @@ class Answer(Tabular):
     ) -> TokenMap:
         r"""How much the prompt contributes to the answer: rows are parts of the answer, columns groups of the prompt.
 
-        $R_{q,k} = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, so that a row and the bias sum to what it explains: the targets
-        of its tokens, added up. The answer's own tokens are one column, ``answer``.
+        $R_{q,k} = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, so a row and its bias add up to the sum of the targets
+        of its tokens. The answer's own tokens are one column, ``answer``.
 
         Args:
-            groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for those of a chat. Sentences if None,
-                and turns for chat messages. The tokens of pictures are columns of their own, or put together by
+            groups: Groups of the prompt, as in `TokenMap.group`; ``"turns"`` for turns of a chat. Sentences if None,
+                or turns for chat messages. The tokens of pictures are columns of their own, or grouped by
                 ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}``: left, top, right and
                 bottom as fractions of the whole picture.
             rows: ``"answer"`` for one row, ``"sentences"``, ``"words"``, ``"lines"``, ``"tokens"``, or groups of
@@ -190,11 +190,11 @@ class Answer(Tabular):
         return with_beside(groups, alone, self.tensor.tokens), len(alone)
 
     def _shifted(self, parts: Sequence[Group]) -> tuple[Group, ...]:
-        """Parts of the answer as inputs, which come after the prompt's."""
+        """Parts of the answer as inputs, which follow those of the prompt."""
         return tuple(Group(part.label, tuple(j + self.n_prompt_tokens for j in part.tokens)) for part in parts)
 
     def _place(self, part: Group) -> list[int] | None:
-        """Where a part is in the answer's text."""
+        """The place of a part in the answer's text."""
         pairs = [pair for j in part.tokens if (pair := self.offsets[j]) is not None]
         return [pairs[0][0], max(stop for _, stop in pairs)] if pairs else None
 
@@ -324,7 +324,7 @@ def _together(specimen: Specimen, prompt: Prompt, found: Continuation) -> ModelI
         made = replace(made, arguments=made.arguments | {"decoder_input_ids": ids})
     if prompt.text is None:
         return made
-    text = prompt.text + "\n" * (n > 0)  # the two together are not a text
+    text = prompt.text + "\n" * (n > 0)  # the two are not one text
     own = tuple([pair and (pair[0] + len(text), pair[1] + len(text)) for pair in found.offsets])
     offsets = None if prompt.offsets is None else prompt.offsets + own
     return ModelInput(arguments=made.arguments, kind=kind, text=text + found.text, offsets=offsets)

@@ -1,7 +1,7 @@
-"""Prompts with pictures: chat messages as a processor renders them, and what a processor made.
+"""Prompts with pictures: chat messages that a processor renders, and outputs of a processor.
 
-The tokens that stand for a picture are columns of their own, each with the part of the picture that it looks at. They
-are not part of the text, which consists of the other tokens.
+The tokens of a picture are columns of their own, each with the part of the picture that it covers. They
+are not part of the text, which consists of all other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tensorlens.specimen import Specimen
 
 
 def read_pictured(specimen: Specimen, prompt: Any) -> Prompt | None:
-    """A prompt for a model that reads pictures, or messages in parts; None for any other."""
+    """A prompt for a model that reads pictures, or of messages in parts; None for any other prompt."""
     if isinstance(prompt, Mapping) and "input_ids" in prompt:
         return _processed_prompt(specimen, prompt)
     if not isinstance(prompt, (list, tuple)) or not prompt or not isinstance(prompt[0], Mapping):
@@ -68,7 +68,7 @@ def _messages(specimen: Specimen, messages: Sequence[Any]) -> Prompt:
 
 
 def _processed_prompt(specimen: Specimen, made: Mapping[str, Any]) -> Prompt:
-    """What a processor made of text and pictures, for one sample."""
+    """The output of a processor for text and pictures, for one sample."""
     ids = torch.as_tensor(made["input_ids"])
     if ids.dim() > 1 and len(ids) != 1:
         raise InputError(f"One answer is explained at a time; got a batch of {len(ids)} prompts.")
@@ -107,7 +107,7 @@ def _opened(part: Mapping[str, Any]) -> Any:
 
 
 def _processed(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[str, Any]:
-    """What the model takes, special tokens once: many templates write the first one themselves."""
+    """The model's arguments, with special tokens only once: many templates write the first one themselves."""
     first = getattr(tokenizer_of(processor), "bos_token", None)
     frame = {"add_special_tokens": False} if first and text.startswith(first) else {}
     images = {"images": [list(pictures)]} if pictures else {}
@@ -117,7 +117,7 @@ def _processed(processor: Any, text: str, pictures: Sequence[Any]) -> Mapping[st
 def _prompt(
     specimen: Specimen, made: Mapping[str, Any], pictures: Sequence[Any], said: Sequence[tuple[str, Sequence[str]]]
 ) -> Prompt:
-    """A prompt of what a processor made, with its pictures and the texts of each turn."""
+    """A prompt from the output of a processor, with its pictures and the texts of each turn."""
     if getattr(getattr(specimen.model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             f"`{type(specimen.model).__name__}` has an encoder; prompts with images need a decoder-only model."
@@ -151,7 +151,7 @@ def _prompt(
 
 
 def _text_beside(specimen: Specimen, ids: Sequence[int], seen: set[int]) -> tuple[str, Offsets]:
-    """The text of all tokens that do not stand for pictures, and where each stands in it."""
+    """The text of all tokens that are not those of pictures, and the place of each."""
     text, offsets, some = "", list[tuple[int, int] | None](), list[int]()
     for k, token in enumerate((*ids, None)):
         if token is not None and k not in seen:
@@ -179,7 +179,7 @@ def beside(prompt: Prompt, n_answer: int) -> dict[str, Any]:
 def _of_answer(name: str, value: Tensor, prompt: Prompt) -> int:
     """The value of a token of the answer in an argument with one number per token.
 
-    Its type is not that of pictures: some models number these 1 (Gemma 3), others everything before an answer 0
+    The token type differs between models: some number pictures 1 (Gemma 3), others everything before an answer 0
     (PaliGemma, whose prompt is read in both directions).
     """
     if name == "attention_mask":

@@ -1,4 +1,4 @@
-"""An answer that came from a server, and whether the model here would have given it the same probabilities."""
+"""An answer from a server, and whether the model here gives it the same probabilities."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Agreement(NamedTuple):
     r"""Log-probabilities of a server beside those of the model here, $d_q = \log p_q - \log p_q^{\text{served}}$.
 
     Attributes:
-        served: What the server gave, one for each token of the answer.
+        served: The server's log-probabilities, one per token of the answer.
         mean: Mean of |d| over the tokens.
         largest: The largest |d|.
-        at: The token where it is, counted from the answer's first.
+        at: The token with the largest |d|, counted from the answer's first.
     """
 
     served: tuple[float, ...]
@@ -28,7 +28,7 @@ class Agreement(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether the two agree as well as rounding lets them."""
+        """Whether the two agree up to rounding."""
         return self.mean <= SERVED_ON_AVERAGE and self.largest <= SERVED_AT_WORST
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
 r"""The target of an answer, and how much each group of inputs contributes to it.
 
 An answer $y_1 … y_r$ after a prompt of p tokens is predicted at positions $p - 1 … p + r - 2$. For each of its tokens
-q the target is a linear function $c_q$ of what the head reads at one position.
+q the target is a linear function $c_q$ of the head's input at one position.
 
 $R_{q,k} = ⟨c_q, T (m_k ⊙ X)⟩ = Σ_{j ∈ G_k} ⟨(T^\top c_q)_j, X_j⟩$, with $m_k$ the mask of group $G_k$. It comes from
-one push for each group or from one pull for each row; the fewer passes are taken.
+one push for each group or from one pull for each row, whichever takes fewer passes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Targets(NamedTuple):
     """One target for each token of an answer.
 
     Attributes:
-        positions: Where each is predicted.
-        vectors: $c_q$, (token, channel) of what the head reads.
+        positions: The position at which each token is predicted.
+        vectors: $c_q$, (token, channel) of the head's input.
         constants: The contribution of the head's own bias to each.
     """
 
@@ -52,14 +52,14 @@ class Targets(NamedTuple):
     constants: Tensor
 
     def cotangents(self, rows: Tensor, readout: Tensor) -> Tensor:
-        """Cotangents (row, position, channel) of what the head reads, for sums of targets (row, token)."""
+        """Cotangents (row, position, channel) of the head's input, for sums of targets (row, token)."""
         u = torch.zeros(len(rows), *readout.shape[1:], dtype=readout.dtype, device=readout.device)
         u[:, self.positions] = (rows[..., None] * self.vectors.to(rows)).to(u)
         return u
 
     def read(self, state: Tensor) -> Tensor:
-        r"""$⟨c_q, F_q⟩$ (…, token) of what passes ended with (…, position, channel), the constants left out."""
-        fine = torch.promote_types(state.dtype, self.vectors.dtype)  # a sum over channels, of half-precision states too
+        r"""$⟨c_q, F_q⟩$ (…, token) from the ends of passes (…, position, channel), without the constants."""
+        fine = torch.promote_types(state.dtype, self.vectors.dtype)  # summed over channels, even in half precision
         return (state[..., self.positions, :].to(fine) * self.vectors.to(fine)).sum(-1)
 
 
@@ -91,7 +91,7 @@ def _head(recording: Recording, readout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runners_up(states: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
-    """At each position the token with the highest logit but the one that is there."""
+    """At each position the token with the highest logit, except the answer's own token."""
     found = []
     for some, here in zip(states.detach().split(POSITIONS), ids.split(POSITIONS), strict=True):
         logits = some @ weight.T.to(some) + bias.to(some)
@@ -103,12 +103,12 @@ def _runners_up(states: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Te
 
 
 class Shares(NamedTuple):
-    """What was found: rows are sums of targets, columns groups of inputs.
+    """The contributions: rows are sums of targets, columns groups of inputs.
 
     Attributes:
         scores: (row, group).
         bias: The contribution of the biases to each row.
-        values: What each row explains: scores and bias sum to it.
+        values: The value of each row: its scores and its bias sum to it.
         engine: How it was computed, in words.
         bias_from: How the bias was found.
         sink: The part of each row's bias that comes from a held attention sink; None if none is held.
@@ -156,7 +156,7 @@ def _pulled(
     assert readout is not None, "asked of a model with a head"
     parts = in_parts(rows, TOGETHER, lambda some: operator.pull_from_head(targets.cotangents(some, readout)))
     by_token = torch.cat([(pulled.to(rows) * operator.input.to(rows)).sum(-1) for pulled in parts])
-    n_before = recording.split(0)  # an encoder's tokens
+    n_before = recording.split(0)  # tokens of an encoder
     if bool(by_token[:, n_before + int(targets.positions[-1]) + 1 :].any()):
         raise MethodError(
             f"`{recording.name}` is not causal, so an answer cannot be attributed to the tokens before it. Use "

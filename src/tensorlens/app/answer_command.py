@@ -71,7 +71,7 @@ def answer_(
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Why did it say that? An answer, and the parts of the prompt that it rests on.
+    """Why did it say that? An answer, and the parts of the prompt that it is based on.
 
     The first token is an attention sink. It is shown in its own column, outside the colour scale but still in the sum.
 
@@ -110,7 +110,7 @@ def _with_images(text: str, images: list[Path]) -> Any:
 def _check(
     answer: str | None, against: str | None, groups: str, rows: str, target: str | None, *, through: bool
 ) -> None:
-    """Refuse what no model could answer, before one is loaded."""
+    """Refuse questions that no model could answer, before one is loaded."""
     check_choice(groups, "--groups", GROUPS)
     check_choice(rows, "--rows", ("answer", *GROUPS))
     check_choice(TARGETS[0] if target is None else target, "--target", TARGETS)
@@ -159,7 +159,7 @@ def similar(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Why are these two texts similar? The pairs of words that the similarity rests on.
+    """Why are these two texts similar? The pairs of words behind the similarity.
 
     Example: tensorlens similar minilm "A man plays guitar." "She makes music."
     """

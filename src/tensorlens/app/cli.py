@@ -29,9 +29,9 @@ from tensorlens.errors import TensorLensError
 from tensorlens.studies.processes import tell_launcher
 
 WRONG_USE = 2
-"""Exit code for an error that we raise; click has the same for an option that does not exist."""
+"""Exit code for an error of this library; click uses the same for an unknown option."""
 STOPPED = 130
-"""Exit code that a shell expects of a program stopped by Ctrl-C."""
+"""Exit code that shells expect from a program stopped by Ctrl-C."""
 
 
 app = typer.Typer(
@@ -50,20 +50,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and er
 
 
 def _add(group: str, name: str, command: Callable[..., None], short: str, *, continues: bool = False) -> None:
-    """Put a command into a group of the help.
+    """Register a command under a group of the help.
 
     Args:
         group: Heading in the help.
-        name: What users type.
-        command: What it does.
+        name: The command's name.
+        command: The function.
         short: Its line in the help.
-        continues: Whether what it has done is on the disk, so that the same command resumes there.
+        continues: Whether finished work is on disk, so that running the same command again resumes it.
     """
     app.command(name, short_help=short, rich_help_panel=group)(_well_behaved(with_records(command), continues))
 
 
 def _well_behaved(command: Callable[..., None], continues: bool) -> Callable[..., None]:
-    """The command with `--quiet`, ending in one line when it is interrupted."""
+    """The command with `--quiet`, which prints one line when it is interrupted."""
 
     @wraps(command)
     def called(*given: Any, quiet: bool = False, **values: Any) -> None:
@@ -127,7 +127,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; an error that we raise is one message and exit code 2."""
+    """Run the command line; an error of this library is one message and exit code 2."""
     try:
         app()
     except TensorLensError as error:

@@ -156,7 +156,7 @@ class PartOptions:
     without_heads: LeftOut = None
 
     def read(self) -> Callable[[AttentionTensor], AttentionTensor]:
-        """What takes this part of an operator, and refuses blocks and heads that it does not have."""
+        """A function that takes this part of an operator and refuses blocks and heads that do not exist."""
         span, kept = options.block_range(self.blocks), options.head_choice(self.heads)
         left_out = options.head_choice(self.without_heads)
 
@@ -208,7 +208,7 @@ def map_(
     if predictions:
         say(f"{predicted([(one.name, one.probability) for one in predictions])}\n")
     certify = certify and is_of_tensor(question.method)
-    if json and certify:  # which prints all at once
+    if json and certify:  # it prints everything at once
         stage("Measuring the certificate")
         T.certificate()
     found = _found(T, question, norm, words, aside=aside)
@@ -235,7 +235,7 @@ def _found(T: AttentionTensor, question: MapQuestion, norm: str, words: bool | N
 
 
 def _check_method(name: str | None, target: Any, norm: str) -> None:
-    """Refuse a method that does not exist or does not take what it was given."""
+    """Refuse a method that does not exist or does not take these options."""
     check_choice(norm, "--norm", NORMS)
     if name is None:
         return

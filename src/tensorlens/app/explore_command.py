@@ -71,11 +71,11 @@ def explore(
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens: on the port asked for, or on the first free one."""
+    """A listening socket on the requested port, or on the first free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reason = ""
     for candidate in (port,) if port is not None else (*range(FIRST_PORT, FIRST_PORT + 20), 0):
-        try:  # a visitor now waits: the address is printed before the server is up
+        try:  # visitors can wait from now on: the address is printed before the server is up
             return socket.create_server((host, candidate), family=family)
         except OSError as error:
             reason = error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""What is in a model and what there is to choose from: `inside`, `circuit`, `check`, `size`, `models` and `methods`."""
+"""`inside`, `circuit`, `check` and `size` look into a model; `models` and `methods` list what there is."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensorlens.studies.map_table import EncodedPart, MapTable
 
 FIRST_ROWS = 32
-"""Rows of the first part, which measures how long a row takes."""
+"""Number of rows in the first part, which measures the time per row."""
 
 SHOWN = 5
 """Largest number of left-out rows to print with their reason."""
@@ -31,7 +31,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class MapsChoices:
-    """How the rows are read, mapped and written."""
+    """Options for reading, mapping and writing rows."""
 
     column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
     batch_size: Annotated[int | None, typer.Option(help="Rows per batch (default: as many as fit).", min=1)] = None
@@ -93,7 +93,7 @@ def maps(
 
 
 def _check(method: str, on_error: str, out: Path) -> None:
-    """Refuse what can be refused before torch is imported."""
+    """Refuse wrong options before torch is imported."""
     check_method_name(method)
     check_choice(on_error, "--on-error", ("raise", "skip"))
     if out.is_file() and out.suffix.lower() not in (".csv", ".jsonl"):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".html", ".png", ".svg", ".pdf", ".json", ".csv", ".safetensors")
-"""What a map can be saved as."""
+"""Suffixes of files for maps."""
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 Model = Annotated[
@@ -58,14 +58,14 @@ def _option(text: str, *names: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded; a command takes it as one parameter, see `with_records`.
+    """Options for loading a model; a command takes them as one parameter, see `with_records`.
 
     Attributes:
-        device: Where it runs; the accelerator that torch finds, or the CPU, if None.
-        dtype: Type of its weights; float32 if None.
+        device: The device; the accelerator that torch finds, or the CPU, if None.
+        dtype: Type of the weights; float32 if None.
         attention: Backend of attention; transformers' choice if None.
         trust_remote_code: Whether code that comes with the model may run.
-        revision: Which state of the model; the current one if None.
+        revision: The version of the model; the current one if None.
     """
 
     device: Annotated[str | None, _option("cpu, cuda:0, mps, … (default: the accelerator if there is one).")] = None
@@ -87,7 +87,7 @@ class LoadOptions:
             ask_hub(model, self.revision)
 
     def lens(self, model: str, *, final_norm: bool = True, device: str | None = None) -> Lens:
-        """Load `model`; `device` is where it goes if no other was asked for."""
+        """Load `model`; `device` is the default if no device was chosen."""
         self.check(model)
         stage(f"Loading {model}")
         from tensorlens.lens import load
@@ -95,7 +95,7 @@ class LoadOptions:
         return load(model, **self.loading(final_norm=final_norm, device=device))
 
     def loading(self, *, final_norm: bool = True, device: str | None = None) -> dict[str, Any]:
-        """What `load` takes besides the name."""
+        """The arguments of `load` besides the name."""
         return {
             "device": self.device or device,
             "dtype": self.dtype,
@@ -108,7 +108,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
-    """How a model is loaded, and under which rules.
+    """Options for loading a model, and its rules.
 
     Attributes:
         rules: A name in `RULE_SETS`, or pairs, as `Rules.of` takes them; None for the default of the command.
@@ -131,7 +131,7 @@ class ModelOptions(LoadOptions):
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each field of its records as an option of its own, so that typer sees plain parameters.
 
-    A record is a parameter whose type is a dataclass. Its fields take its place in the signature, and are put
+    A record is a parameter whose type is a dataclass. Its fields replace it in the signature, and are put
     together again when the command is called.
     """
     plain, records = [], {}
@@ -160,8 +160,8 @@ def read_input(value: str, *, images: bool = True) -> str:
     """Return the text, or standard input for ``-``; refuse unreadable input before a model is loaded.
 
     Args:
-        value: What was written.
-        images: Whether a text that ends like a picture is the path of one.
+        value: The argument as written.
+        images: Whether a text that ends like a picture's file name is a path.
     """
     from tensorlens.models.texts import check_unicode, names_image
 
@@ -194,7 +194,7 @@ def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
     """Refuse data that do not exist, before a model is loaded.
 
     Args:
-        path: What `--data` names.
+        path: The value of `--data`.
         suffixes: Suffixes of files; any other name may be the id of a data set. Without any, a folder is expected.
     """
     place = Path(path).expanduser()
@@ -205,7 +205,7 @@ def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
 
 
 def block_range(text: str | None) -> tuple[int, int | None] | None:
-    """``3:9`` as a pair; either end may be left out, and an end that is not named is None."""
+    """``3:9`` as a pair; either end may be left out and is then None."""
     if text is None:
         return None
     start, colon, stop = text.partition(":")
@@ -302,6 +302,6 @@ def check_method_name(name: str) -> None:
 
 
 def check_name_with_member(name: str) -> None:
-    """The same for a name that may have a rule set after an @."""
+    """Refuse a name that no method has, for names that may have a rule set after an @."""
     check_method_name(split(name)[0])
     check_member(name)

@@ -1,4 +1,4 @@
-"""What commands print: strict JSON for scripts, tables for people, and stages while a model works."""
+"""Output of commands: strict JSON for scripts, tables for people, and stages while a model works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 def stage(name: str) -> None:
-    """Say on standard error what is being done now; of several processes, the first one says it."""
+    """Print on standard error what is being done now; of several processes, only the first one does."""
     if os.environ.get("RANK", "0") == "0":
         typer.secho(f"{name} …", err=True, dim=True)
 
@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 1.0
 
 @contextmanager
 def while_waiting(name: str) -> Iterator[None]:
-    """Say on standard error what is being done, if it takes longer than a second."""
+    """Print on standard error what is being done, if it takes longer than a second."""
     timer = threading.Timer(PATIENCE_SECONDS, stage, (name,))
     timer.daemon = True
     timer.start()
@@ -47,12 +47,12 @@ def while_waiting(name: str) -> Iterator[None]:
 
 
 def teller(*, as_json: bool) -> Say:
-    """How a command talks to people: not at all beside JSON. What is said is flushed, also into a pipe."""
+    """Prints text for people, or nothing if the command prints JSON. Lines are flushed, also into a pipe."""
     return (lambda text: None) if as_json else typer.echo
 
 
 def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
-    """The map with its certificate, which is also said in one line."""
+    """The map with its certificate, which is also printed in one line."""
     with while_waiting("Measuring the certificate; --no-certify skips it"):
         certificate = T.certificate()
     say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
@@ -60,7 +60,7 @@ def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
 
 
 def show_map(found: TokenMap, say: Say, *, is_saved: bool) -> None:
-    """Say a map before its certificate; one that goes into a file, by what its rows sum to."""
+    """Print a map before its certificate; of one that goes into a file, only the sums of its rows."""
     if not is_saved:
         replace(found, meta={key: value for key, value in found.meta.items() if key != "certificate"}).show()
     several = found.shape[0] > 1 and found.view().answer is not None
@@ -81,7 +81,7 @@ def map_content(found: TokenMap) -> dict[str, Any]:
 
 
 def save(found: Any, out: Path | None, say: Say) -> None:
-    """Write a record where `--out` says."""
+    """Write a record to the path of `--out`."""
     if out is not None:
         say(f"Wrote {found.save(out)}")
 
@@ -92,7 +92,7 @@ def print_json(content: Any) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same keys as a table; outside a terminal as wide as its cells, so that no cell is broken."""
+    """Print rows with the same keys as a table; outside a terminal it is as wide as its cells need."""
     shown = table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows])
     shown.columns[0].no_wrap = True
     console = Console(highlight=False)

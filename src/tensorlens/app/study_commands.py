@@ -43,7 +43,7 @@ GRID = "Fractions replaced, such as 0,0.1,0.2 (default: 0 to 0.3 by 0.05)."
 
 @dataclass(frozen=True, kw_only=True)
 class PerturbChoices:
-    """The options of the study as they are written on the command line; see `PerturbationOptions`."""
+    """The options of the study as written on the command line; see `PerturbationOptions`."""
 
     methods: Annotated[str | None, typer.Option(help=METHODS)] = None
     limit: Annotated[int | None, typer.Option(help="Largest number of samples.", min=1)] = None
@@ -65,7 +65,7 @@ class PerturbChoices:
     )
 
     def named(self) -> dict[str, Any]:
-        """The same by the names of `PerturbationOptions`; typos are refused before torch is imported."""
+        """The options under the names of `PerturbationOptions`; typos are refused before torch is imported."""
         chosen = vars(self) | {"presets": self.presets or ("strict",), "replacements": self.replacements or None}
         chosen["cut"] = "windows" if chosen.pop("windows") else "each"
         if self.methods is not None:
@@ -106,13 +106,13 @@ def perturb(
     options = PerturbationOptions(**chosen)
     check_run_folder(out, "perturbation")
     result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=options)
-    result.areas()  # says why if nothing could be measured
+    result.areas()  # explains it if nothing could be measured
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else typer.echo(_areas(result))
 
 
 def _areas(result: StudyResult) -> str:
-    """The areas of the first condition, best first, and where the rest is."""
+    """The areas of the first condition, best first, and the path of the rest."""
     from tensorlens.studies.perturbation_study.report import FEW
     from tensorlens.studies.report import with_interval
 
@@ -139,7 +139,7 @@ DATA = "File, folder or hub id of the data, or a folder with imagenet, imdb, wik
 
 @dataclass(frozen=True, kw_only=True)
 class PaperChoices:
-    """What the protocol leaves open; see `PaperTable`."""
+    """Options that the protocol leaves open; see `PaperTable`."""
 
     limit: Annotated[int | None, typer.Option(help="Number of samples, or of relations per category.", min=1)] = None
     seed: Annotated[int | None, typer.Option(help="Random seed for samples, splits and bootstrap.")] = None
@@ -196,7 +196,7 @@ def paper(
 
 @dataclass(frozen=True, kw_only=True)
 class RelationChoices:
-    """The options of the study as they are written on the command line; see `RelationOptions`."""
+    """The options of the study as written on the command line; see `RelationOptions`."""
 
     limit: Annotated[int | None, typer.Option(help="Largest number of relations per category.", min=1)] = None
     n_splits: Annotated[int, typer.Option("--splits", help="Train-test splits per relation.", min=1)] = 6
@@ -208,7 +208,7 @@ class RelationChoices:
     seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
 
     def named(self) -> dict[str, Any]:
-        """The same by the names of `RelationOptions`; typos are refused before torch is imported."""
+        """The options under the names of `RelationOptions`; typos are refused before torch is imported."""
         starts = numbers(self.starts, int, "starts", "blocks such as 0,6,12")
         return vars(self) | {"starts": tuple(starts), "categories": tuple(self.categories or ()) or None}
 
@@ -243,7 +243,7 @@ def relations_(
 
 
 def _print_relations(result: StudyResult) -> None:
-    """What survives, what does not, and the table."""
+    """The relations that survive, those that do not, and the table."""
     from tensorlens.studies.relation_study.report import category_table, survival
 
     summary = result.summary
@@ -308,7 +308,7 @@ def fidelity_(
 
 
 def _print_fidelity(made: Mapping[str, StudyResult]) -> None:
-    """One line per checkpoint; of a single one, norms and bounds, errors, properties, and where the rest is."""
+    """One line per checkpoint; for a single one, norms and bounds, errors, properties, and the path of the rest."""
     from tensorlens.studies.fidelity_study import run as report
 
     if "" not in made:

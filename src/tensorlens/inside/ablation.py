@@ -4,7 +4,7 @@ With the components of a set S held at other values at once, the frozen target c
 
     Δt = Σ_{c ∈ S} ⟨λ_c^S, y_c' − y_c⟩,   λ_c^S = λ_c − Σ_{c' ∈ S after c} (∂y_{c'}/∂y_c)ᵀ λ_{c'}^S:
 
-a path that passes through another of them is cut there. What the model itself does is in `seats`.
+a path that passes through another of them is cut there. `seats` runs the model itself.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Ablation(Record, frozen=True, kw_only=True, tag="tensorlens.ablation/1"):
 
     Attributes:
         components: What was switched off, all at once and at every token.
-        to: What stands in their place: ``"zero"`` or their ``"mean"``.
+        to: What replaces their outputs: ``"zero"`` or their ``"mean"``.
         target: What is measured.
         value: The target as it was.
-        predicted: The target according to T, which keeps everything else fixed; paths from one of them through another
+        predicted: The target according to T, which keeps all else fixed; paths from one component through another
             are cut.
-        true: The target in the model, where everything after them may change.
-        before: What the model said.
-        after: What it says without them.
+        true: The target in the model, in which everything after them may change.
+        before: The model's predictions with them.
+        after: Its predictions without them.
         meta: Model, versions, rules, blocks, output.
     """
 
@@ -91,10 +91,10 @@ def ablation(
     """Run the model without some components, and compute T's prediction of the same.
 
     Args:
-        asked: What is measured.
-        components: What is switched off.
-        to: What stands in its place.
-        over: Operators of the inputs whose mean it is; the input's own tokens alone if there are none.
+        asked: The target.
+        components: The components to switch off.
+        to: What replaces their outputs.
+        over: Operators of the inputs to average over; if there are none, the tokens of the input itself.
     """
     check_choice(to, "to", get_args(Replacement))
     run = asked.run()
@@ -162,7 +162,7 @@ def _values(run: Pass, chosen: list[Part], to: Replacement, over: Sequence[Froze
 
 
 def _by_token(run: Pass, part: Part) -> Tensor:
-    """What a part wrote, (token, channel)."""
+    """The output of a part, (token, channel)."""
     value = run.written(part)
     return value if part.head is not None else run.block(part.block).to_tokens(value)[0]
 

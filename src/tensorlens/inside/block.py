@@ -1,4 +1,4 @@
-"""`Block`: one block of a pass at X, as questions about components see it: what it wrote, its values, its tokens."""
+"""`Block`: one block of a pass at X, as questions about components see it: its writes, values and tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Finer(NamedTuple):
-    """Blocks whose writes are taken apart: into neurons, into experts, or into the features of a dictionary."""
+    """Blocks whose writes are split into neurons, into experts, or into the features of a dictionary."""
 
     neurons: frozenset[int] = frozenset()
     experts: frozenset[int] = frozenset()
@@ -35,13 +35,13 @@ class Finer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A component of a block where it is written: a whole write, or one head of what it mixed.
+    """A component of a block where it is written: a whole write, or one head of its mixture.
 
     Attributes:
-        component: Which one.
-        slot: What holds it.
-        write: What it is written by.
-        place: Before which sum of its block it reads the stream, the last counted first.
+        component: The component.
+        slot: The slot that contains it.
+        write: The write it belongs to.
+        place: The sum of its block before which it reads the stream, counted from the last.
     """
 
     component: Component
@@ -61,12 +61,12 @@ class Part(NamedTuple):
         return self.component.head
 
     def of(self, x: Tensor) -> Tensor:
-        """Its own part of what the slot holds; of a head (token, channel). A view."""
+        """Its own part of a value of the slot, for a head (token, channel). A view."""
         # A mixture is (…, head, token, channel), and the axes before it are of size one.
         return x if self.head is None else x.flatten(0, -3)[self.head]
 
     def alone(self, x: Tensor, tokens: slice = slice(None)) -> Tensor:
-        """What the slot holds, with everything but this head, and but some of its tokens, set to zero."""
+        """A value of the slot with everything set to zero except this head, at some of its tokens."""
         if self.head is None:
             return x
         found = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -95,9 +95,9 @@ class Block:
 
     @cached_property
     def exit(self) -> int:
-        """The slot of the state that leaves the block: it enters the next one, or is the last thing the block made.
+        """The slot of the state that leaves the block: it enters the next block, or is the last value of the block.
 
-        What stands between the last block and the end (a final norm) is not the block's.
+        Steps between the last block and the end (a final norm) do not belong to the block.
         """
         if self.n + 1 not in (self.recording.n_encoder_blocks, self.recording.n_blocks):
             return self.run.entry(self.n + 1)
@@ -119,17 +119,17 @@ class Block:
 
     @cached_property
     def sums(self) -> list[StreamSum] | None:
-        """The sums that write to the stream, the last first; None where the parts cannot be told apart."""
+        """The sums that write to the stream, the last first; None if the parts cannot be told apart."""
         return self.stream.sums(self.exit) if self.program.steps else None  # nothing depends on a block without steps
 
     @cached_property
     def writes(self) -> list[tuple[Write, str]]:
-        """What was written, in order, and what to call it; a second one of a kind has its number."""
+        """The writes in order, with their names; the second of a kind has a number in its name."""
         writes = [write for one in reversed(self.sums or []) for write in reversed(one.writes)]
         found, n_of = [], Counter[str]()
         for write in writes:
             kind = "attention" if write.mixtures else "feed-forward"
-            if not self._mixtures:  # one cannot say which of its parts mixes tokens
+            if not self._mixtures:  # it is unknown which of its parts mixes tokens
                 kind = "block" if len(writes) == 1 else "part"
             maker = self.program.makers.get(write.slot)
             if maker is not None and maker.block is None:
@@ -140,7 +140,7 @@ class Block:
         return found
 
     def heads_of(self, write: Write) -> Mixture | None:
-        """The mixture behind a write, where its axes are known to be heads and the tokens of the stream."""
+        """The mixture behind a write, if its axes are known to be heads and the tokens of the stream."""
         if len(write.mixtures) != 1:
             return None
         shape = self.specs[write.mixtures[0].slot].shape
@@ -161,7 +161,7 @@ class Block:
         return found
 
     def neurons(self, write: Write) -> int | None:
-        """The slot whose channels are the neurons of a feed-forward, where they are asked for."""
+        """The slot whose channels are the neurons of a feed-forward, if neurons are requested."""
         if self.n not in self.run.finer.neurons or write.mixtures:
             return None
         step = self.stream.last_matrix(write, next(one for one in self.sums or () if write in one.writes))
@@ -169,17 +169,17 @@ class Block:
 
     @cached_property
     def experts(self) -> list[ExpertRows]:
-        """What each expert wrote, where they are asked for."""
+        """The write of each expert, if experts are requested."""
         return expert_rows(self.recording, self.program, self.n) if self.n in self.run.finer.experts else []
 
     def inner(self, write: Write) -> list[int]:
-        """The slots by which a write is taken apart: that of its heads, of its neurons, or those of its experts."""
+        """The slots that split a write: those of its heads, its neurons or its experts."""
         head, neurons = self.heads_of(write), self.neurons(write)
         experts = [] if write.mixtures else [rows.slot for rows in self.experts]
         return list(dict.fromkeys([*([head.slot] if head else []), *([] if neurons is None else [neurons]), *experts]))
 
     def taken_by(self, path: str) -> list[int]:
-        """The slots that a module of the block takes in."""
+        """The slots that a module of the block reads."""
         steps = [step for step in self.program.steps if f"{step.module}.".startswith(f"{path}.")]
         made = {step.out for step in steps}
         return list(dict.fromkeys(slot for step in steps for slot in step.slots if slot not in made))
@@ -197,11 +197,11 @@ class Block:
 
     @property
     def values(self) -> dict[int, Tensor]:
-        """What the marked slots hold at X."""
+        """Values of the marked slots at X."""
         return self.run.values(self.n)
 
     def values_of(self, slots: Sequence[int]) -> dict[int, Tensor]:
-        """What other slots of it hold at X."""
+        """Values of other slots of the block at X."""
         return self.run.pieces.values(self.n - self.run.start, slots)
 
     def pulled(self, slot: int, cotangents: Tensor, to: int) -> Tensor:
@@ -209,7 +209,7 @@ class Block:
         return cotangents if slot == to else self.cotangents_at({slot: cotangents}, (to,), (to,))[to]
 
     def cotangents_at(self, starts: Cotangents, slots: Collection[int], stop: Collection[int]) -> Cotangents:
-        """Cotangents (row, …) of some slots at earlier ones, through none of `stop`."""
+        """Cotangents (row, …) of some slots at earlier ones, along paths that avoid `stop`."""
         self.program.load()
         return of_each(lambda one: self.program.cotangents(one, slots, stop=stop), starts)
 
@@ -222,12 +222,12 @@ class Block:
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens its stream has: the encoder's or the decoder's, where there are two."""
+        """Number of tokens of its stream: the encoder's or the decoder's, if there are two."""
         return self.shape[1]
 
     @property
     def offset(self) -> int:
-        """Where the tokens of its stream begin among all tokens."""
+        """The first token of its stream, counted among all tokens."""
         return 0 if self.is_encoder else self.run.n_tokens - self.n_tokens
 
     def placed(self, scores: Tensor) -> Tensor:
@@ -252,13 +252,13 @@ class Block:
         return x.reshape(shape) if layout is None else layout.run(x)[0]
 
     def at_token(self, numbers: Tensor, token: int) -> Tensor:
-        """The same numbers with all tokens but one set to zero; `token` counts the tokens of all streams."""
+        """The numbers with all tokens but one set to zero; `token` counts the tokens of all streams."""
         states = self.to_tokens(numbers)
         is_there = torch.arange(self.n_tokens, device=states.device) == token - self.offset
         return self.from_tokens(states * is_there[:, None], numbers.shape)
 
     def _layout(self, shape: tuple[int, ...]) -> Program | None:
-        """The steps that lay out the state that enters in another shape; None where there are none."""
+        """The steps that reshape the state that enters; None if there are none."""
         size = math.prod(self.shape)
         ahead = [self.entry] if shape != self.shape and math.prod(shape) == size else []
         while ahead:
@@ -272,21 +272,21 @@ class Block:
     # A block of one piece ---------------------------------------------------------------------------------------------
 
     def whole_write(self) -> Tensor:
-        """What it wrote if its parts cannot be told apart, (1, token, channel); all of it if it changes channels."""
+        """The write of a block of one piece, (1, token, channel); its whole output if channels change."""
         after, before = self.to_tokens(self.values[self.exit]), self.values[self.entry]
         return after - before if after.shape == before.shape else after
 
     def handed_on(self, cotangent: Tensor) -> Tensor:
-        """The cotangent that the residual stream passes from the block's exit to its entry, beside what it wrote.
+        """The cotangent that the residual stream passes from the block's exit to its entry, beside the block's write.
 
-        Zero if the block changes the shape of the state: then nothing passes it by.
+        Zero if the block changes the shape of the state: then it has no residual.
         """
         x = self.to_tokens(cotangent)
         return x if x.shape == self.shape else x.new_zeros(self.shape)
 
 
 class ByBlock(dict[int, dict[int, Tensor]]):
-    """Tensors of the visited blocks, by block and slot: those of all blocks while they fit, else of the last one only.
+    """Tensors of the visited blocks, by block and slot: of all blocks while they fit, otherwise only of the last one.
 
     Args:
         of: The pass they belong to.
@@ -298,7 +298,7 @@ class ByBlock(dict[int, dict[int, Tensor]]):
         self._most = 0.0 if of.recording.is_streamed else SHARE_OF_VALUES * free_bytes(device) / (of.stop - of.start)
 
     def keep(self, n: int, found: dict[int, Tensor]) -> None:
-        """Keep the tensors of block n. The earlier ones go if there were no room for as much from every block."""
+        """Keep the tensors of block n. Drop the earlier ones if as much from every block would not fit."""
         if sum(tensor.nbytes for tensor in found.values()) > self._most:
             self.clear()
         self[n] = found
@@ -310,7 +310,7 @@ class StreamPass:
     Args:
         operator: The operator.
         pieces: Its program, cut where states enter blocks.
-        finer: Blocks whose feed-forwards are taken apart.
+        finer: Blocks whose feed-forwards are split.
     """
 
     def __init__(self, operator: FrozenOperator, pieces: Pieces, finer: Finer | None = None) -> None:
@@ -318,7 +318,7 @@ class StreamPass:
         self.recording: Recording = operator.recording
         self.start, self.stop = operator.span
         self.n_tokens = self.recording.states[self.start].shape[1]
-        own = weakref.proxy(self)  # no cycle: what a question held goes with it
+        own = weakref.proxy(self)  # no cycle: tensors are freed with the question
         self._blocks = {n: Block(own, n) for n in range(self.start, self.stop)}
         self._values = ByBlock(self)
         self.kept_features: dict[int, FeatureParts] = {}
@@ -339,12 +339,12 @@ class StreamPass:
 
     @property
     def error_shares(self) -> dict[str, Any]:
-        """What records say about the dictionaries: the error's share of the variance of each block's write."""
+        """Notes of records about the dictionaries: the error's share of the variance of each block's write."""
         shares = {str(n): parts.share for n, parts in sorted(self.kept_features.items())}
         return {"error_share": shares} if shares else {}
 
     def written(self, part: Part) -> Tensor:
-        """What a part holds at X."""
+        """The value of a part at X."""
         return part.of(self.values(part.block)[part.slot])
 
     def entry(self, n: int) -> int:
@@ -353,12 +353,12 @@ class StreamPass:
 
     @property
     def memory(self) -> int | None:
-        """The slot of what the encoder hands to the decoder; None without an encoder in the range."""
+        """The slot of the state that the encoder passes to the decoder; None without an encoder in the range."""
         n = self.recording.n_encoder_blocks
         return self.recording.slots[n][0] if self.start < n else None
 
     def values(self, n: int) -> dict[int, Tensor]:
-        """What the marked slots of block n hold at X."""
+        """Values of the marked slots of block n at X."""
         if n not in self._values:
             self._values.keep(n, self.block(n).values_of(self.block(n).marked))
         return self._values[n]
@@ -370,7 +370,7 @@ class StreamPass:
 
     @cached_property
     def side_channel(self) -> str | None:
-        """A module that reads what earlier blocks left for it, beside the state and the encoder's output."""
+        """A module that reads values of earlier blocks, beside the state and the encoder's output."""
         states = [set(slots) for slots in self.recording.slots[self.start + 1 : self.stop]]
         known = [*states, {*states[-1:][0], self.block(self.stop - 1).exit} if states else set()]
         for program, slots in zip(self.pieces.programs[1:], known, strict=False):

@@ -2,8 +2,8 @@ r"""`Circuit`: the edges or nodes that carry the difference of a clean and a cor
 
     edge(b → r) = ⟨λ_r, y_b(clean) − y_b(corrupted)⟩,   Σ_r edge(b → r) = ⟨λ_b, y_b(clean) − y_b(corrupted)⟩
 
-with λ_r the target's cotangent where r reads the stream, pulled through r alone. The rules of the lens say what λ is;
-integrated gradients, averaged along the way from the corrupted input to the clean one (EAP-IG), are the alternative.
+with λ_r the target's cotangent where r reads the stream, pulled through r alone. The rules of the lens decide λ;
+the alternative is gradients averaged along the way from the corrupted input to the clean one (EAP-IG).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Order = Literal["magnitude", "signed"]
 STEPS = 5
 """Points of integrated gradients."""
 SHOWN = 300
-"""Edges of a graph, where nothing was selected."""
+"""Number of edges in a graph if nothing was selected."""
 
 CANDIDATES = 20
-"""Edges that may be chosen, as a multiple of the budget: the heaviest, and of every component the two heaviest."""
+"""Candidates as a multiple of the budget: the heaviest edges, and the two heaviest of every component."""
 
 SECONDS = 60.0
 GAP = 1e-3
-"""The search stops once it is proved to be this near the optimum, or after this number of seconds."""
+"""The search stops once its result is proved to be this close to the optimum, or after this many seconds."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,9 +56,9 @@ class Circuit:
         unit: ``"edges"`` or ``"nodes"``.
         writers: The embedding and all components, in order.
         readers: All components and the target, in order.
-        scores: (reader, writer) for edges, (writer,) for nodes: how much of the target it carries, averaged over pairs.
-        effects: (writer,): the same for everything that a writer writes; edges sum to it over readers.
-        is_wired: (reader, writer): which edges there are.
+        scores: (reader, writer) for edges, (writer,) for nodes: the part of the target on each, averaged over pairs.
+        effects: (writer,): the same for the whole output of a writer; edges sum to it over readers.
+        is_wired: (reader, writer): which edges exist.
         target: What is explained.
         value: The target in the clean run minus that in the corrupted one, averaged over pairs.
         kept: The selection, in the shape of `scores`; None for all.
@@ -84,7 +84,7 @@ class Circuit:
 
     @property
     def n_kept(self) -> int:
-        """How many of them are selected."""
+        """How many edges or nodes are selected."""
         return self.size if self.kept is None else int(self.kept.sum())
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Circuit:
             count: This number of them, the heaviest.
             budget: At most this number of edges without dead ends: the heaviest set in which every edge is on a path
                 from the embedding to the target, by an integer programme (needs scipy).
-            order: By ``"magnitude"``, or ``"signed"``: what supports the target first.
+            order: By ``"magnitude"``, or ``"signed"``: support of the target first.
         """
         if [share, count, budget].count(None) != 2:
             raise InputError("Expected one of `share`, `count` and `budget`.")
@@ -151,7 +151,7 @@ class Circuit:
     def faithfulness(
         self, shares: Sequence[float | int] = SHARES, *, order: Order = "magnitude", progress: bool | None = None
     ) -> Faithfulness:
-        """Run the model with everything outside circuits of growing size as it is for the corrupted input.
+        """Run the model with circuits of growing size, and everything outside of each as for the corrupted input.
 
         Args:
             shares: Sizes as shares of all edges or nodes; 0 and 1 are always among them.
@@ -181,7 +181,7 @@ class Circuit:
     def graph(self) -> ComponentGraph:
         """The selected edges as a graph over all tokens; without a selection, the heaviest.
 
-        What flows into a node is its score minus what is cut off.
+        The edges into a node sum to its score minus the part that is cut off.
         """
         kept = self._best(min(SHOWN, self.size), "magnitude") if self.kept is None else self.kept
         edges = self._edges(kept)
@@ -277,7 +277,7 @@ def circuit(
         clean: An input, or a list of texts or of inputs as `lens` takes them.
         corrupted: The same input with something changed, of the same length in tokens; one for each clean one.
         target: As for `patching`; for several pairs one target for all, or a list with one per pair.
-        unit: ``"edges"`` between components, or ``"nodes"``: components with everything they write.
+        unit: ``"edges"`` between components, or ``"nodes"``: components with all their edges.
         scores: ``"rules"``: $⟨λ, y(clean) - y(corrupted)⟩$ under the rules of the lens. ``"integrated"``: with λ the
             gradient of the model averaged along the way from the corrupted input to the clean one (EAP-IG).
         steps: Points on that way.

@@ -1,4 +1,4 @@
-"""`ComponentMap`: how much of a target each head, feed-forward and bias carries at every token, and how it is found."""
+"""`ComponentMap`: how much of a target each head, feed-forward and bias carries at every token."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TopComponent(NamedTuple):
 class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_map/2"):
     r"""How much of a target each component carries at every token.
 
-    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target, so what passes
-    through several components counts in each; at every depth, the flow and the biases after it sum to the target.
+    Total effects $e_c = ⟨\partial t/\partial y_c, y_c⟩$ count all paths from a component to the target; a path through
+    several components counts in each; at every depth, the flow and the biases after it sum to the target.
     Direct effects count the path along the stream alone and sum to the target.
 
     Attributes:
@@ -47,7 +47,7 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
         effect: ``"total"`` or ``"direct"``.
         target: What is explained.
         value: The number that is explained.
-        depths: The flow $⟨λ^n_j, X^n_j⟩$: row n is the state that enters block n, the last one leaves the last block.
+        depths: The flow $⟨λ^n_j, X^n_j⟩$: row n for the state that enters block n, the last row for the final state.
         meta: Model, versions, rules, blocks, output.
     """
 
@@ -77,13 +77,13 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
 
     @property
     def _blocks(self) -> range:
-        """The blocks of the flow: one fewer than its depths."""
+        """The number of blocks of the flow: one fewer than its depths."""
         blocks = self.meta.get("blocks")
         first = blocks[0] if isinstance(blocks, list) and blocks and type(blocks[0]) is int else 0
         return range(first, first + len(self.depths) - 1)
 
     def __repr__(self) -> str:
-        """One line: what of what."""
+        """One line: effects on the target."""
         return (
             f"ComponentMap({self.effect} effects of {len(self.labels)} components × {len(self.tokens)} tokens on "
             f"{self.target!r} = {self.value:.4g})"
@@ -102,7 +102,7 @@ class ComponentMap(Record, frozen=True, kw_only=True, tag="tensorlens.component_
         return self.depths.clone()
 
     def heads(self) -> Float[Tensor, "block head"]:
-        """Each head's score over all tokens; NaN where a block has fewer heads, or none that can be told apart."""
+        """Each head's score over all tokens; NaN for heads that a block does not have, or that cannot be told apart."""
         found = [
             (label, row) for label, row in zip(self.labels, self.scores.sum(1), strict=True) if label.head is not None
         ]

@@ -1,11 +1,11 @@
 r"""`Dictionary`: sparse features that read a state and write a component, from published files or trained here.
 
 A dictionary reads f = σ(W_enc x + b_enc) at one place and writes Σ_k f_k d_k + b_dec where a feed-forward or an
-attention writes. With everything held, feature k at token i is a component: what it wrote is f_k d_k, so
+attention writes. With everything held, feature k at token i is a component that writes f_k d_k, so
 
     y = Σ_k f_k d_k + b_dec + error
 
-holds for any dictionary, good or bad; the error's share says how good it is.
+holds for any dictionary, good or bad; the share of the error says how good it is.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tensorlens.maps.targets import Feature
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
-"""What features read: the component's output, its input (after its norm), or the stream before the norm."""
+"""The state that features read: the component's output, its input (after its norm), or the stream before the norm."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoder:
-    """The reading half of some features.
+    """The encoder of some features.
 
     Attributes:
         weight: (feature, channel).
@@ -41,7 +41,7 @@ class Encoder:
         threshold: (feature,): below it a feature is not active (JumpReLU).
         k: Number of active features per token (top-k); with neither, those above zero are active (ReLU).
         block: The block that they read; if None, the one that they write to.
-        reads: Where in it.
+        reads: The state of the block that they read.
     """
 
     weight: Tensor
@@ -73,14 +73,14 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dictionary:
-    r"""Features of one component: what they read, and what they write.
+    r"""Features of one component: their encoders and decoders.
 
     Attributes:
         encoders: One; for a cross-layer transcoder, one for each block that it reads.
         decoders: The write vectors (feature, channel) of each.
         bias: b_dec (channel,).
         component: What it decomposes: ``"feed-forward"`` or ``"attention"``.
-        meta: Where it came from.
+        meta: Its origin.
     """
 
     encoders: tuple[Encoder, ...]
@@ -103,7 +103,7 @@ class Dictionary:
 
     @property
     def n_features(self) -> int:
-        """How many features it has."""
+        """Number of features."""
         return sum(len(one.weight) for one in self.encoders)
 
     def feature(self, number: int, block: int | None = None) -> Feature:
@@ -272,7 +272,7 @@ def _from_saelens(folder: Path) -> Dictionary:
 
 
 def _place(name: str, out: str) -> Reads:
-    """Where features read, by the name of a hook of TransformerLens."""
+    """The state that features read, by the name of a TransformerLens hook."""
     if "resid_pre" in out or "resid_post" in out or "hook_z" in out:
         raise InputError(
             f"{out!r} is not the output of a feed-forward or an attention; a dictionary of the stream itself "
@@ -284,7 +284,7 @@ def _place(name: str, out: str) -> Reads:
 
 
 def _transcoder(tensors: Mapping[str, Tensor], weight: str, bias: str, threshold: str, block: int) -> Encoder:
-    """An encoder of circuit-tracer's: rows are features, which read the stream."""
+    """An encoder of circuit-tracer: rows are features, which read the stream."""
     if "W_skip" in tensors:
         raise InputError("A transcoder with a skip connection is not a sum of features; expected one without.")
     least = tensors[threshold].flatten() if threshold in tensors else None
@@ -315,7 +315,7 @@ def _from_cross_layer(folder: Path) -> dict[int, Dictionary]:
 
 
 def check_features(features: Any, n_blocks: int) -> dict[int, Dictionary]:
-    """Dictionaries by block, or what is wrong with them."""
+    """Dictionaries by block, or an error about them."""
     if not isinstance(features, Mapping):
         raise InputError(f"`features` must be dictionaries by block, such as {{12: dictionary}}; got {features!r:.60}.")
     for block, one in features.items():

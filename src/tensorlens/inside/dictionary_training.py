@@ -18,9 +18,9 @@ from tensorlens.models.layouts import state_of
 from tensorlens.progress import bar
 
 HELD_OUT = 0.1
-"""Share of the tokens by which the error is measured."""
+"""Share of the tokens on which the error is measured."""
 REVIVED_EVERY = 200
-"""Steps after which features that were never active are restarted, at tokens that are explained worst."""
+"""Number of steps after which features that were never active are restarted at the tokens explained worst."""
 
 
 def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
 def trained_parts(
     x: Tensor, y: Tensor, *, n_features: int, k: int, steps: int, batch_size: int, seed: int, progress: bool | None
 ) -> tuple[Encoder, Tensor, Tensor, float]:
-    """A top-k encoder of `x` and decoder of `y`, by Adam; the decoder's bias, and the error's share held out."""
+    """Train a top-k encoder of `x` and decoder of `y` with Adam: both, the decoder's bias and the held-out error."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     n_held = max(1, int(HELD_OUT * len(x)))
@@ -101,7 +101,7 @@ def trained_parts(
 
 
 def _revive(made: list[Tensor], seen: Tensor, x: Tensor, rest: Tensor) -> None:
-    """Restart features that were never active at the tokens that are explained worst."""
+    """Restart features that were never active, at the tokens explained worst."""
     dead = (~seen).nonzero()[:, 0]
     worst = rest.square().sum(1).argsort(descending=True)[: len(dead)]
     dead = dead[: len(worst)]

@@ -21,14 +21,14 @@ from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
 
 SHARES = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Sizes at which circuits are judged, as shares of all edges or nodes."""
+"""Sizes at which circuits are tested, as shares of all edges or nodes."""
 
 N_RESAMPLES = 2000
 
 Point = tuple[float, float]
 
 Unit = Literal["edges", "nodes"]
-"""What a circuit is made of."""
+"""The units of a circuit."""
 
 
 class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulness/1"):
@@ -36,15 +36,15 @@ class Faithfulness(Record, frozen=True, kw_only=True, tag="tensorlens.faithfulne
 
     Attributes:
         curve: (share of all edges or nodes, f): 0 is the corrupted run, 1 the clean one.
-        cpr: The area under f; more is better, and above 1 circuits overshoot.
-        cmd: The area between f and 1; less is better.
+        cpr: The area under f; higher is better, but above 1 circuits overshoot.
+        cmd: The area between f and 1; lower is better.
         interval: 95 % bootstrap interval of `cpr` over pairs; for one pair, its own value.
         cmd_interval: The same for `cmd`.
         n_pairs: How many pairs of inputs.
         unit: ``"edges"`` or ``"nodes"``.
-        size: How many of them there are.
+        size: The number of edges or nodes.
         pairs: f at every share, one row per pair.
-        selected: (share, f) of the selection, where one was made.
+        selected: (share, f) of the selection, if there is one.
         meta: Model, versions, rules, and how edges were scored.
     """
 

@@ -1,4 +1,4 @@
-"""The features of a dictionary at one input: what each read, what it wrote, and the remaining error."""
+"""The features of a dictionary at one input: what each reads and writes, and the remaining error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ActiveFeature:
         component: Its name.
         activation: f_k (token,).
         write: d_k (channel,).
-        written: The slot of what it is a part of.
+        written: The slot of the write that it is part of.
         read: Its row of the encoder (channel,).
         block: The block that it reads.
-        slot: What it reads there.
-        place: Before which sum of that block the stream leads to it.
+        slot: The slot that it reads there.
+        place: The sum of that block before which it reads the stream.
     """
 
     component: Component
@@ -62,7 +62,7 @@ class FeatureParts:
 
 
 def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> FeatureParts:
-    """Take one write of a block apart."""
+    """Split one write of a block into features."""
     y = block.to_tokens(block.values[write.slot])[0]
     if len(dictionary.bias) != y.shape[-1]:
         raise InputError(
@@ -86,7 +86,7 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
 
 
 def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
-    """The slot that features of a component read: what it gave, the stream before it, or that behind its norm.
+    """The slot that features of a component read: its output, the stream before it, or the output of its norm.
 
     Also the place of the sum that it belongs to.
     """
@@ -99,7 +99,7 @@ def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
 
 
 def _taken_in(block: Block, write: Write) -> int:
-    """The one slot that the module behind a write takes in."""
+    """The one slot that the module behind a write reads."""
     for path in reversed([module.path for module in block.recording.modules if module.slot == write.slot]):
         taken = block.taken_by(path)
         if len(taken) == 1:
@@ -111,7 +111,7 @@ def _taken_in(block: Block, write: Write) -> int:
 
 
 def features_of(block: Block, write: Write, kind: str) -> FeatureParts | None:
-    """The parts of a write that a dictionary was given for; kept with the pass."""
+    """The parts of a write for which there is a dictionary; kept with the pass."""
     dictionary = block.run.finer.features.get(block.n)
     if dictionary is None or dictionary.component != kind:
         return None

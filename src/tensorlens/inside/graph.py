@@ -1,7 +1,7 @@
-r"""`ComponentGraph`: components at tokens, what each contributed to which, and how the graph of a target grows.
+r"""`ComponentGraph`: components at tokens, the contributions between them, and how the graph of a target grows.
 
-The edge from b to c is ⟨λ_c pulled from c to the place where it reads the stream, and along it, y_b⟩. What enters c
-sums to its total effect:
+The edge from b to c is ⟨λ_c, y_b⟩, with λ_c pulled from c to where it reads the stream, and along it. Edges into c
+and its constants sum to its total effect:
 
     Σ_b edge(b → c) + (constants inside c) = e_c = ⟨λ_c, y_c⟩
 """
@@ -38,10 +38,10 @@ from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
 
 AT_A_TIME = 32
-"""How many nodes are opened together: pulling them one by one would take as many walks."""
+"""How many nodes are opened together; one by one, each would take a walk of its own."""
 
 MOST_EDGES = 8192
-"""How many of the edges into one node are remembered, the heaviest; the rest is cut off in any case."""
+"""How many edges into one node are kept, the heaviest first; the rest is cut off in any case."""
 
 Key = tuple[Component, int]
 
@@ -52,11 +52,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     r"""A component at one token.
 
     Attributes:
-        component: Which one; of kind ``"target"`` for the target itself.
-        token: Where.
+        component: The component; of kind ``"target"`` for the target itself.
+        token: The token.
         value: Its total effect $e_c = ⟨λ_c, y_c⟩$ at this token. For the embedding and biases, into which nothing
             flows, what they contributed to the nodes of the graph.
-        constant: The part of it that comes from biases inside.
+        constant: The part of the value that comes from biases inside.
         cut: The contribution of the edges that were left out: the value minus the constant and the edges into it.
     """
 
@@ -68,7 +68,7 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one node contributed to another, along the residual stream alone. Numbers count nodes."""
+    """The contribution of one node to another, along the residual stream alone. Nodes are given by index."""
 
     source: Index
     target: Index
@@ -76,7 +76,7 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.component_graph/1"):
-    """What flowed from the input to a target, and by which components.
+    """The flow from the input to a target, by component.
 
     For every node that something flows into: the edges into it, its constant and its cut sum to its value.
 
@@ -86,7 +86,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         tokens: A label for each token.
         target: What is explained.
         value: The number that is explained.
-        share: The share of the magnitude of everything that flows into the nodes that is on the edges.
+        share: The share of the magnitude flowing into the nodes that is on the edges.
         meta: Model, versions, rules, blocks, output; the share and the number of nodes that were asked for.
     """
 
@@ -108,7 +108,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
             raise InputError(f"Expected edges between the {n_nodes} nodes; got one elsewhere.")
 
     def __repr__(self) -> str:
-        """One line: how much of what."""
+        """One line: nodes, edges and share."""
         size = f"{len(self.nodes)} nodes, {len(self.edges)} edges, {self.share:.0%} of what flows into them"
         return f"ComponentGraph({self.target!r} = {self.value:.4g}: {size})"
 
@@ -118,7 +118,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         return headline_of(self.meta, self.target)
 
     def _table(self) -> Table:
-        """Weights: row t, column s is what node s contributed to node t."""
+        """Weights: row t, column s is the contribution of node s to node t."""
         names = [self.name(i) for i in range(len(self.nodes))]
         weights = np.zeros((len(names), len(names)))
         for edge in self.edges:
@@ -132,7 +132,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         yield table(("from", "to", "weight"), rows, numbers=(2,))
 
     def name(self, node: int) -> str:
-        """What a node is called: its component and its token."""
+        """The name of a node: its component and its token."""
         one = self.nodes[node]
         if one.component.kind == "target":
             return f"target {self.target!r}"
@@ -161,7 +161,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
 
     def payload(self) -> dict[str, Any]:
-        """What the page takes, as plain values."""
+        """The data of the page, as plain values."""
         nodes = [self._node_payload(i) for i in range(len(self.nodes))]
         edges = msgspec.to_builtins(self.edges)
         own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets")}
@@ -192,7 +192,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
 
 
 def page_writer(payload: Callable[[], dict[str, Any]], title: str) -> Writer:
-    """What fills a page of the inside; numbers that are not finite cannot be drawn."""
+    """The text of an inside page; numbers that are not finite cannot be drawn."""
 
     def write(path: Path) -> None:
         try:
@@ -210,7 +210,7 @@ def page_writer(payload: Callable[[], dict[str, Any]], title: str) -> Writer:
 
 
 def check_growth(share: float, max_nodes: int) -> None:
-    """Refuse what no graph can grow to."""
+    """Refuse limits that no graph can reach."""
     if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
         raise InputError(f"`share` must be above 0 and at most 1; got {share!r:.60}.")
     check_whole(max_nodes, "max_nodes", 1)
@@ -231,7 +231,7 @@ def component_graph(asked: Explained, share: float, max_nodes: int, finer: Finer
 
 @dataclass
 class Growing:
-    """A node while the graph grows: its value, the part of constants inside it, and what flowed in so far."""
+    """A node while the graph grows: its value, the part of constants inside it, and the inflow so far."""
 
     key: Key
     value: float = 0.0
@@ -343,7 +343,7 @@ class Growth:
         self._offer(places, list(Walk.from_zero(self.run, last, len(places), joining).all_the_way(last)))
 
     def _join(self, row: int, node: Growing, joining: Joining) -> None:
-        """Worth and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
+        """Value and constants of one node, and its cotangents where it reads the stream and the encoder's output."""
         run, (component, token) = self.run, node.key
         source = self._sources[component]
         block = run.block(source.block)
@@ -370,7 +370,7 @@ class Growth:
         joining.add(row, Read(block.n, source.place), cotangent, None if memory is None else found[memory][0])
 
     def _of_feature(self, feature: ActiveFeature, token: int) -> tuple[Tensor, float]:
-        """The row of its encoder, times what one unit of it is worth, where it reads; and what it is worth."""
+        """The feature's row of the encoder times its effect per unit, where it reads; and its effect."""
         run = self.run
         block, wrote = run.block(feature.block), run.block(feature.component.block or 0)
         place = token - wrote.offset
@@ -381,7 +381,7 @@ class Growth:
         return chosen, float(worth * feature.activation[place])
 
     def _offer(self, places: Sequence[int], rows: list[Row]) -> None:
-        """Queue the edges into some nodes, of which the heaviest is chosen next."""
+        """Queue the edges into some nodes; the heaviest edge is chosen next."""
         scores = torch.stack([row.scores.detach().cpu() for row in rows], 1)  # (node, component, token)
         n_tokens = scores.shape[-1]
         # A row of (component · token) for each node, so that an edge is one index: divmod gives both back.
@@ -394,7 +394,7 @@ class Growth:
 
 
 def _sources(run: Pass) -> Iterator[tuple[Component, Part | ActiveFeature]]:
-    """The components that something can flow into: heads, features, writes, and blocks of one piece."""
+    """The components with incoming edges: heads, features, writes, and blocks whose parts cannot be told apart."""
     for block in reversed(run.downwards):
         if block.sums is None:
             name = Component(block=block.n, kind="block")

@@ -1,11 +1,11 @@
-r"""`Inside`: heads, feed-forwards, flow and graph of one target, together, as a record and as a page.
+r"""`Inside`: heads, feed-forwards, flow and graph of one target, as one record and one page.
 
-What a head read of token j, over all tokens where it wrote:
+The amount that a head read from token j, summed over the tokens where it wrote:
 
     r_{h,j} = Σ_i A_{h,ij} ⟨λ_{h,i}, v_{h,j}⟩,   Σ_j r_{h,j} = e_h
 
-The strongest thing that a head read is the pair of tokens with the largest $|A_{h,ij}⟨λ_{h,i}, v_{h,j}⟩|$: at i it
-looked at j, and what it read there moved the target most. The score behind that look says why.
+The strongest reading of a head is the pair of tokens with the largest $|A_{h,ij}⟨λ_{h,i}, v_{h,j}⟩|$: at i it
+attended to j, and what it read there moved the target most. The attention score of this look says why.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_ROWS = 16
 
 
 class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a head looked: from which token to which, and with what weight."""
+    """Where a head attended: from which token to which, and with what weight."""
 
     query: Index
     key: Index
@@ -49,7 +49,7 @@ class Look(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Why(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The score behind a look, over pairs of tokens and over pairs of components."""
+    """The attention score of a look, over pairs of tokens and over pairs of components."""
 
     by_token: TokenMap
     by_component: TokenMap
@@ -64,10 +64,10 @@ class HeadRead(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unkno
     """One head of one input.
 
     Attributes:
-        head: Which one.
-        read: What it read of each token, over all tokens where it wrote.
-        look: Where it looked when it read what moved the target most.
-        why: Why it looked there; None for all but the strongest.
+        head: The head.
+        read: What it read from each token, summed over the tokens where it wrote.
+        look: Where it attended when its reading moved the target most.
+        why: Why it attended there; None for all but the strongest heads.
     """
 
     head: Component
@@ -83,7 +83,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         total: Total effects of all components.
         direct: Direct effects of all components.
         graph: Nodes and edges grown from the target.
-        heads: What each head read, and where it looked; none where attention cannot be told apart, or is too large.
+        heads: What each head read, and where it attended; empty if heads cannot be told apart or inputs are long.
     """
 
     total: ComponentMap
@@ -100,7 +100,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
             raise InputError(f"Expected components, graph and heads of the same {n_tokens} tokens; got different ones.")
 
     def __repr__(self) -> str:
-        """One line: what of what."""
+        """One line: the target and its parts."""
         size = f"{len(self.total.labels)} components, {len(self.graph.nodes)} nodes, {len(self.heads)} heads"
         return f"Inside({self.total.target!r} = {self.total.value:.4g}: {size})"
 
@@ -115,17 +115,17 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
 
     @property
     def reads(self) -> dict[Component, Tensor]:
-        """For each head, what it read of each token."""
+        """For each head, what it read from each token."""
         return {one.head: one.read for one in self.heads}
 
     @property
     def looks(self) -> dict[Component, Look]:
-        """For each of these heads, where it looked when it read what moved the target most."""
+        """For each of these heads, where it attended when its reading moved the target most."""
         return {one.head: one.look for one in self.heads}
 
     @property
     def whys(self) -> dict[Component, Why]:
-        """For the strongest of them, why it looked there."""
+        """For the strongest heads, why each attended there."""
         return {one.head: one.why for one in self.heads if one.why is not None}
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
@@ -169,7 +169,7 @@ def _detail(
     sums: dict[str, dict[Component, float]],
     heads: dict[Component, HeadRead],
 ) -> dict[str, Any] | None:
-    """What the page shows of one component."""
+    """The data of one component on the page."""
     if label is None:
         return None
     told: dict[str, Any] = {"wrote": total.scores[total.labels.index(label)].tolist(), "read": None, "look": None}
@@ -181,7 +181,7 @@ def _detail(
 
 
 def _columns(found: ComponentMap) -> list[str]:
-    """Heads by number, then the others as they come."""
+    """Heads by number, then all others in order."""
     columns = dict.fromkeys(column for label in found.labels if (column := label.column) is not None)
     heads = sorted((column for column in columns if column.isdigit()), key=int)
     return heads + [column for column in columns if not column.isdigit()]
@@ -191,7 +191,7 @@ def _columns(found: ComponentMap) -> list[str]:
 
 
 def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> Inside:
-    """Everything about one target, and why the strongest heads looked where they did."""
+    """Everything about one target, and why the strongest heads attended where they did."""
     check_growth(share, max_nodes)
     run = asked.run()
     totals, directs = (find_components(run, effect).as_map(effect, run, asked) for effect in get_args(Effect))
@@ -207,7 +207,7 @@ def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> 
 
 
 def head_reads(run: Pass) -> list[HeadRead]:
-    """What each head read of each token, over all tokens where it wrote; and where it looked for most of it."""
+    """What each head read from each token, summed over the tokens where it wrote; and its strongest look."""
     if run.n_tokens > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
         return []
     found: list[HeadRead] = []
@@ -249,10 +249,10 @@ def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str
 
 
 def condensed(found: TokenMap) -> dict[str, Any]:
-    """The strongest rows and columns in their order, and one of all others; empty rows are left out."""
+    """The strongest rows and columns in their order, and all others as one; empty rows are left out."""
     scores, names = found.scores, {}
     for axis, labels in enumerate((found.out_tokens, found.in_tokens)):
-        weight = found.scores.sum(1 - axis).abs()  # what it gives against all of the other side
+        weight = found.scores.sum(1 - axis).abs()  # its sum over the other side
         is_named = found.meta.get("by") == "component"
         called = [name if is_named or name == "bias" else f"{i} {name}" for i, name in enumerate(labels)]
         n_there = int(found.scores.abs().sum(1 - axis).count_nonzero())

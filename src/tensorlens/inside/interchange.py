@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from tensorlens.inside.graph import ComponentGraph
 
 KINDS = {"embedding": "embedding", "target": "logit", "error": "mlp reconstruction error"}
-"""What circuit-tracer calls a kind of node; everything else that writes is a feature to it."""
+"""circuit-tracer's names for kinds of nodes; every other component is a feature there."""
 
 
 def circuit_tracer_json(graph: ComponentGraph) -> dict[str, Any]:
-    """Metadata, parameters of the page, nodes and links of a graph, by the names that circuit-tracer has for them.
+    """Metadata, parameters of the page, nodes and links of a graph, under circuit-tracer's names.
 
-    A component is a node of its block's layer, numbered within it, with its own name as its label; constants and what
-    was cut off are in `clerp` too, since the format has no place for them.
+    A component is a node of its block's layer, numbered within it, with its own name as its label. Constants and the
+    part that was cut off are in `clerp` too, since the format has no place for them.
     """
     blocks = [one.component.block for one in graph.nodes if one.component.block is not None]
-    end = max(blocks, default=0) + 2  # layers count from 0, and logits stand above the last
+    end = max(blocks, default=0) + 2  # layers count from 0, and logits are above the last layer
     numbers = {one: n for n, one in enumerate(dict.fromkeys(node.component for node in graph.nodes))}
     ids = [_id(node.component, node.token, numbers[node.component], end) for node in graph.nodes]
     name = str(graph.meta.get("model") or "model")

@@ -4,12 +4,12 @@ r"""Patching from a corrupted into a clean run: predicted for all components at 
 
 over all tokens, from two plain runs and one backward walk. The truth needs a run of the model for each component.
 
-What attribution patching overlooks (AtP*: Kramár et al. 2024): a saturated softmax has no derivative, so a query or a
-key that would move attention looks idle. Its effect is taken by the *true* softmax, with only what follows linear,
+Attribution patching overlooks two things (AtP*: Kramár et al. 2024). A saturated softmax is flat, so a query or a
+key that would move attention looks idle. Its effect is computed by the *true* softmax, and only the rest is linear,
 
     ⟨λ_h, (softmax(q' kᵀ) − softmax(q kᵀ)) v⟩.
 
-Effects that cancel along different ways look idle too: with the cotangent of one block dropped at a time they no longer
+Effects that cancel along different paths look idle too: without the cotangent of one block at a time they no longer
 cancel, and the mean of the magnitudes shows them.
 """
 
@@ -44,13 +44,13 @@ from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
 
 PATCHES = 512
-"""How many patches are asked for between two moves of the progress bar."""
+"""Number of patches between two updates of the progress bar."""
 
 SUBSETS, IN_SUBSET = 64, 0.1
-"""How many random subsets of what was not patched alone are patched together, and the chance to be in one of them."""
+"""The number of random subsets of the remaining components, and the chance of each to be in a subset."""
 
 Values = Callable[[Part], Tensor]
-"""What each part holds in a run."""
+"""The value of each part in a run."""
 
 
 class Correlation(NamedTuple):
@@ -69,10 +69,10 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         predicted: T's prediction for each: the change of the target.
         true: The change in the model; NaN if no single module outputs the component, or if it was not patched. None
             without `verify`.
-        robust: The magnitude of each effect with one block's cotangent dropped at a time, where it was asked for: large
-            where effects along different ways cancel in `predicted`.
-        missed: Where only the best were patched: the root of the summed squares of the true effects of all other heads
-            and feed-forwards, so none is larger. An estimate by random subsets, which supposes that effects add up.
+        robust: The mean magnitude of each effect with one block's cotangent dropped at a time, if requested: large
+            if effects along different paths cancel in `predicted`.
+        missed: If only the best were patched: the root of the summed squares of the true effects of all other heads
+            and feed-forwards, so none is larger. An estimate by random subsets, which assumes that effects add up.
         target: What is measured.
         clean: Its value in the clean run.
         meta: Model, versions, rules, blocks, output.
@@ -124,7 +124,7 @@ class Patching(Record, frozen=True, kw_only=True, tag="tensorlens.patching/2"):
         chosen = torch.tensor([kind is None or label.kind == kind for label in self.labels], dtype=torch.bool)
         chosen &= ~true.isnan()
         pair = in_float64(torch.stack([self.predicted[chosen], true[chosen]]))
-        both = [pair, in_float64(pair.argsort().argsort())]  # the numbers, and the place of each among them
+        both = [pair, in_float64(pair.argsort().argsort())]  # the numbers, and the rank of each
         found = [float(torch.corrcoef(one)[0, 1]) if pair.shape[1] > 1 else float("nan") for one in both]
         return Correlation(found[0], found[1], pair.shape[1])
 
@@ -195,7 +195,7 @@ def patching(
 def _verified(
     run: Pass, edits: list[Edit], scores: Tensor, verify: bool | int, progress: bool | None
 ) -> tuple[Tensor | None, float | None]:
-    """The target with each patch, NaN for those left out; and what the others may hide."""
+    """The target with each patch, NaN for those left out; and an estimate of the effects left out."""
     if verify is False:
         return None, None
     if verify is True:
@@ -208,7 +208,7 @@ def _verified(
 
 
 def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
-    """What components hold in the clean and in the corrupted run: of plain runs, where modules hold all of them."""
+    """Values of components in the clean and the corrupted run; from plain runs if modules output all of them."""
     specimen = lens.specimen
     prepared, own = specimen.prepare(corrupted), run.recording.from_model("Patching").inputs
     arguments = specimen.arguments(prepared.arguments)
@@ -244,10 +244,10 @@ def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:
 
 
 def _estimate_of_missed(run: Pass, edits: list[Edit], seed: int = 0) -> float:
-    r"""The length $\sqrt{\sum θ^2}$ of the effects of some patches, by the variance of random subsets of them.
+    r"""The length $\sqrt{\sum θ^2}$ of the effects of some patches, from the variance of random subsets.
 
     If effects add up, a subset that takes each with probability p has the variance $p(1 - p) \sum θ^2$. An attention is
-    left out where its heads are there, which it is the sum of.
+    left out if its heads are there, whose sum it is.
     """
     taken_apart = {(edit.part.block, edit.part.write) for edit in edits if edit.part.head is not None}
     edits = [one for one in edits if one.part.head is not None or (one.part.block, one.part.write) not in taken_apart]

@@ -1,4 +1,4 @@
-"""What can be asked of the inside of a model: the part of `AttentionTensor` that knows components."""
+"""Questions about the inside of a model: the part of `AttentionTensor` that knows components."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tensorlens.operators.operator import ComputedByAnother
 
 
 class InsideQuestions(ComputedByAnother):
-    """Questions about components. Abstract: `AttentionTensor` is the one that answers them."""
+    """Questions about components. Abstract; `AttentionTensor` is the subclass that answers them."""
 
     context: Context
 
     @abstractmethod
     def meta(self) -> dict[str, Any]:
-        """What a map records about its origin."""
+        """The origin that maps record."""
 
     @own_modes
     def components(
@@ -57,7 +57,7 @@ class InsideQuestions(ComputedByAnother):
             neurons: Blocks whose feed-forwards are split into neurons: the channels that enter their last matrix.
             experts: Blocks whose feed-forwards are split into the chosen experts; elsewhere a mixture of experts is one
                 feed-forward.
-            features: Dictionaries by block. What they decompose becomes their active features, the decoder's bias and
+            features: Dictionaries by block. They replace what they decompose by active features, the decoder's bias and
                 the error, which sum to it; `meta["error_share"]` is the error's share of its variance.
         """
         start, stop = self.operator.span
@@ -83,7 +83,7 @@ class InsideQuestions(ComputedByAnother):
         max_nodes: int = MAX_NODES,
         features: Mapping[int, Dictionary] | None = None,
     ) -> ComponentGraph:
-        r"""What flowed from the input to a target, by which components and tokens: nodes and signed edges.
+        r"""The flow from the input to a target, by component and token: nodes and signed edges.
 
         The edge from b to c is $⟨λ^c, y_b⟩$ with $λ^c$ the cotangent of c where it reads the stream, pulled along the
         stream alone; the edges into a node sum to its total effect. The graph grows from the target, the heaviest edge
@@ -94,8 +94,8 @@ class InsideQuestions(ComputedByAnother):
             target: As for `map`; None explains the model's own prediction.
             share: Stop when the edges carry this share of the magnitude of everything that flows into the nodes.
             max_nodes: Add no more nodes than this; the record says which share was reached.
-            features: As for `components`: nodes are features then, and the edge from b to feature k is what b gave to
-                the row of the encoder that k reads by, the feature being held as active.
+            features: As for `components`: nodes are then features, and the edge from b to feature k is what b gave to
+                the encoder's row of k; the feature is held as active.
         """
         finer = Finer(features=self._features(features))
         return component_graph(self._explained(out_token, target), share, max_nodes, finer)
@@ -117,7 +117,7 @@ class InsideQuestions(ComputedByAnother):
             target: As for `map`; None explains the model's own prediction.
             share: As for `graph`.
             max_nodes: As for `graph`.
-            n_whys: Number of heads, the strongest first, for which to say why they looked where they did: two pair
+            n_whys: Number of heads, the strongest first, for which to say why they attended where they did: two pair
                 maps each.
         """
         check_whole(n_whys, "n_whys")
@@ -135,16 +135,16 @@ class InsideQuestions(ComputedByAnother):
         attention: int | None = None,
         groups: Groups | None = None,
     ) -> TokenMap:
-        r"""Why a head looked there: $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
+        r"""Why a head attended there: its score $c·q_i^T k_j$ before softmax and before any soft cap, over pairs.
 
-        Rows are what the query read, columns what the key read, the bias last in both. The sum of all entries is the
-        score; the last corner includes what the model adds to it.
+        Rows are inputs of the query, columns inputs of the key, the bias last in both. The sum of all entries is the
+        score; the last corner includes any term that the model adds to it.
 
         Args:
             block: Which one.
             head: Counts query heads.
-            query: The token that looks.
-            key: The token it looks at, or a pair of them for the difference of two scores.
+            query: The token that attends.
+            key: The token it attends to, or a pair of tokens for the difference of two scores.
             by: ``"token"``: pairs of input tokens. ``"component"``: pairs of earlier components, by what each wrote to
                 the stream where the query and the key read it.
             attention: Which attention layer of the block, from 0, if it has several. Queries and keys count the tokens
@@ -175,8 +175,8 @@ class InsideQuestions(ComputedByAnother):
             components: Heads as (block, head), components of `components`, or their names; all of them at once.
             out_token: The output to measure.
             target: As for `map`; None measures the model's own prediction.
-            to: What stands in their place at every token: ``"zero"``, or their ``"mean"`` over tokens.
-            over: Attention tensors of other inputs, over which the mean is taken instead of this one's.
+            to: What replaces their outputs at every token: ``"zero"``, or their ``"mean"`` over tokens.
+            over: Attention tensors of other inputs to take the mean over, instead of this one.
         """
         others = check_iterable(over, "over", "attention tensors")
         if not all(isinstance(one, InsideQuestions) for one in others):

@@ -1,20 +1,20 @@
-r"""Why a head looked there: one attention score before softmax, as a sum over pairs of input tokens.
+r"""Why a head attended there: one attention score before softmax, as a sum over pairs of input tokens.
 
 With norms held, $q_i$ and $k_j$ of a block are affine in X⁰, so their product is bilinear in it:
 
     s = c·q_iᵀk_j + m = Σ_a Σ_b c·U_aᵀV_b + m,   U_a = (∂q_i/∂x_a) x_a,   V_b = (∂k_j/∂x_b) x_b,
 
-with one further row and column for the constants of q and k, and m what the model adds (position biases). q and k are
-taken where they meet, so rotations by position and norms of queries and keys are inside.
+with one further row and column for the constants of q and k, and m the model's own term (position biases). q and k are
+taken at their product, so rotations by position and norms of queries and keys are included.
 
-By earlier component instead of by token: where attention reads the stream, the stream is a sum of what components wrote
-there, so that
+By earlier component instead of by token: where attention reads the stream, it is a sum of outputs of components,
+so that
 
     q_i = Σ_b U_b + u,   U_b = (∂q_i/∂s) y_b along the stream alone,   k_j = Σ_b V_b + v.
 
 The steps from $q_iᵀk_j$ to the softmax are read from the program. A fused kernel has scale and mask as
-arguments of its step. Where attention is spelled out, c is the derivative of what enters the softmax by the product,
-and m what enters it where the product is zero.
+arguments of its step. If attention is written out, c is the derivative of the softmax's input by the product,
+and m the softmax's input at a product of zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUNDING = 64
 
 
 class Vector(NamedTuple):
-    """A query or a key: the slot it is in, and where; its channels are the axis that is left open."""
+    """A query or a key: the slot that contains it, and its index there; its channels are the open axis."""
 
     slot: int
     head: int
@@ -56,8 +56,8 @@ class Vector(NamedTuple):
     is_turned: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """Its channels, a view of what the slot holds."""
-        by_head = x.flatten(0, -3)[self.head]  # (token, channel), or (channel, token) of a key laid out for a product
+        """Its channels, a view of the slot's value."""
+        by_head = x.flatten(0, -3)[self.head]  # (token, channel), or (channel, token) for a transposed key
         return by_head[:, self.token] if self.is_turned else by_head[self.token]
 
 
@@ -109,7 +109,7 @@ def grouped(made: TokenMap, groups: Sequence[Group]) -> TokenMap:
 
 
 class _Score:
-    """One score of one block: the blocks up to it, and the vectors that meet."""
+    """One score of one block: the blocks up to it, and the query and keys."""
 
     def __init__(
         self, operator: FrozenOperator, n: int, head: int, query: int, keys: tuple[int, ...], attention: int | None
@@ -165,7 +165,7 @@ class _Score:
         return torch.cat(found, 1)
 
     def by_component(self) -> tuple[list[Tensor], tuple[str, ...]]:
-        """The same over pairs of components: what each wrote of the query and the keys."""
+        """The same over pairs of components: what each contributed to the query and the keys."""
         # A row of cotangents for each channel of each vector, all in one walk down the stream.
         values = torch.stack([vector.of(self.at_x[vector.slot]) for vector in self.vectors])  # (vector, channel)
         rows = torch.arange(values.numel(), device=values.device).split(values.shape[1])
@@ -180,7 +180,7 @@ class _Score:
         least = ROUNDING * torch.finfo(values.dtype).eps * torch.stack([*found.values()]).abs().max()
         found = {component: one for component, one in found.items() if bool((one.abs() > least).any())}
         parts = torch.stack([*found.values()], 1) if found else values.new_zeros(values.numel(), 0)
-        constant = values.flatten() - parts.sum(1)  # (vector · channel,): what no component wrote
+        constant = values.flatten() - parts.sum(1)  # (vector · channel,): the part that no component wrote
         parts = torch.cat([parts, constant[:, None]], 1).unflatten(0, values.shape)  # (vector, channel, component)
         return self._pairs([*parts]), (*map(str, found), "bias")
 
@@ -197,12 +197,12 @@ class _Score:
         at, joining = block.cotangents_at(starts, ends, (stream,)), Joining()
         for row in range(len(at[stream])):
             joining.add(row, read, at[stream][row], None if memory is None else at[memory][row])
-            if stream != block.entry:  # what it reads beside the stream of its own sum
+            if stream != block.entry:  # its reads besides the stream of its own sum
                 joining.add(row, at_entry, at[block.entry][row], None)
         return Walk.from_zero(self.run, block.n, len(at[stream]), joining)
 
     def _pairs(self, parts: list[Tensor]) -> list[Tensor]:
-        """For each key c·UᵀV, and in the corner what the model adds."""
+        """For each key c·UᵀV, with the model's own term in the corner."""
         found = []
         for v, (factor, added, _) in zip(parts[1:], self.affine, strict=True):
             found.append(factor * parts[0].T @ v)
@@ -238,7 +238,7 @@ def _chosen(recording: Recording, n: int, attention: int | None) -> tuple[int, M
 
 
 class Place(NamedTuple):
-    """Which head looks, from where, to where."""
+    """The head, query and key of a look."""
 
     head: int
     query: int
@@ -258,12 +258,12 @@ class ScoreLine(NamedTuple):
 
 
 def meetings_of(recording: Recording, block: int) -> list[Meeting]:
-    """Where queries and keys of a block meet before a softmax."""
+    """Products of queries and keys of a block that enter a softmax."""
     return [one for one in recording.meetings if one.block == block and (one.is_fused or _ends(recording.program, one))]
 
 
 def _ends(program: Program, meeting: Meeting) -> bool:
-    """Whether what enters the softmax may be the product."""
+    """Whether the input of the softmax may come from the product."""
     if meeting.end is None or meeting.slot not in program.makers:
         return False
     first, last = (program.specs[slot].shape for slot in (meeting.slot, meeting.end))
@@ -271,16 +271,16 @@ def _ends(program: Program, meeting: Meeting) -> bool:
 
 
 def sizes(program: Program, meeting: Meeting) -> tuple[int, int, int]:
-    """How many heads, queries and keys there are."""
+    """Numbers of heads, queries and keys."""
     query, key = (program.specs[slot].shape for slot in (meeting.query, meeting.key))
     return math.prod(query[:-2]), query[-2], key[-2 if meeting.is_fused else -1]
 
 
 def score_line(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
-    """What becomes of one product.
+    """The way of one product to the softmax.
 
     Raises:
-        MethodError: what enters the softmax at a place does not come from the product at that place alone.
+        MethodError: the softmax's input at a place does not come from the product at that place alone.
     """
     return _fused(block, meeting, place) if meeting.is_fused else _spelled_out(block, meeting, place)
 
@@ -310,13 +310,13 @@ def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
             f"and keys to a softmax. Use `tensor.in_class`."
         )
     cap = _slope_of_cap(program, at_x, place)
-    # Where a mask puts in a different number, nothing is left of the product.
+    # If a mask replaces a number, nothing is left of the product.
     is_masked = factor == 0 or _is_lowest(at_zero)
     return ScoreLine(factor, float(at_zero), is_masked) if cap is None else ScoreLine(factor / cap, 0.0, is_masked)
 
 
 def _between(program: Program, start: int, end: int) -> Program:
-    """From the product to what enters the softmax, and from whatever live is added to it."""
+    """From the product, and from any live term added to it, to the softmax's input."""
     try:
         return program.part((start,), (end,))
     except SideChannelError as error:
@@ -324,7 +324,7 @@ def _between(program: Program, start: int, end: int) -> Program:
 
 
 def _slope_of_cap(program: Program, at_x: list[Tensor], place: Place) -> float | None:
-    """By what a soft cap, a tanh, multiplies one score; None where there is none."""
+    """The factor by which a soft cap, a tanh, multiplies one score; None without a soft cap."""
     for step in program.steps:
         factors = [arg for arg in step.args[1:] if type(arg) is Held and step.operation in ("mul", "gain")]
         shape = program.specs[step.out].shape
@@ -338,5 +338,5 @@ def _slope_of_cap(program: Program, at_x: list[Tensor], place: Place) -> float |
 
 
 def _is_lowest(entry: Tensor) -> bool:
-    """Whether something added is so low that a softmax leaves nothing of it."""
+    """Whether an added term is so low that the softmax gives zero."""
     return bool(entry <= torch.finfo(entry.dtype).min / 2)

@@ -1,7 +1,7 @@
 """Where the model itself computes components, and runs of it in which they are read or replaced there, row by row.
 
-A whole write is what some module gives out; the heads of an attention are what its output projection takes in. One run
-may have several rows, each with its own input or its own changes, since samples of a batch do not touch each other; an
+A whole write is the output of some module; the heads of an attention are the input of its output projection. One run
+may have several rows, each with its own input or its own changes, since samples of a batch do not affect each other; an
 unchanged row beside them shows whether they do.
 """
 
@@ -40,11 +40,11 @@ class Edit(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """Where the model holds a slot.
+    """The module at which the model computes a slot.
 
     Attributes:
-        slot: The slot of a write, or of what heads mixed.
-        path: The module that gives it out, or that takes it in.
+        slot: The slot of a write, or of a mixture of heads.
+        path: The module that outputs it, or that reads it.
         way: For heads: the steps that lay them side by side for the module.
     """
 
@@ -53,11 +53,11 @@ class Seat(NamedTuple):
     way: Program | None
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """What the slot holds, as the module has it."""
+        """A value of the slot in the module's layout."""
         return x if self.way is None else self.way.run(x)[0]
 
     def from_module(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """The inverse: one row of what the module has, in the shape of the slot; it only moves numbers."""
+        """The inverse: one row of the module's value in the shape of the slot; it only moves numbers."""
         if self.way is None:
             return x.reshape(tuple(shape))
         end = self.way.specs[self.way.outputs[0]].shape
@@ -65,7 +65,7 @@ class Seat(NamedTuple):
 
 
 def seat_of(run: StreamPass, part: Part) -> Seat | None:
-    """Where the model holds a part; None if no module that is called once has it."""
+    """The seat of a part; None if no module that is called once has it."""
     if part.head is None:
         path = _called_once(run, [module.path for module in run.recording.modules if module.slot == part.slot])
         return None if path is None else Seat(part.slot, path, None)
@@ -75,13 +75,13 @@ def seat_of(run: StreamPass, part: Part) -> Seat | None:
 
 
 def _called_once(run: StreamPass, paths: Sequence[str]) -> str | None:
-    """The outermost of some modules that was called once; one that is called again cannot be told from itself."""
+    """The outermost of some modules that was called once; several calls of a module cannot be told apart."""
     n_calls = run.calls_of_modules
     return next((path for path in reversed(paths) if n_calls[path] == 1), None)
 
 
 def _taking(block: Block, slot: int) -> tuple[str, Program] | None:
-    """The module that reads what heads mixed by a matrix, and the steps that lay heads side by side for it."""
+    """The module that reads the mixture of heads by a matrix, and the steps that lay heads side by side for it."""
     program, end = block.program, slot
     while True:
         readers = program.readers.get(end, [])
@@ -98,7 +98,7 @@ def _taking(block: Block, slot: int) -> tuple[str, Program] | None:
 
 
 def repeated_arguments(arguments: Arguments, n: int) -> dict[str, Any]:
-    """What the model was called with, `n` times over: what belongs to the one sample is repeated."""
+    """The model's arguments for `n` copies of the one sample."""
     return {
         name: value.repeat(n, *(1 for _ in value.shape[1:]))
         if isinstance(value, Tensor) and value.dim() and len(value) == 1
@@ -117,7 +117,7 @@ def readout_of_model(
     entering: AtBlock | None = None,
     leaving: AtBlock | None = None,
 ) -> Tensor:
-    """What a run of the model ends with: what its unembedding reads, or its logits, a row per sample."""
+    """The end of a run of the model: the input of its unembedding, or its logits, a row per sample."""
     origin = recording.from_model("A run of the model")
     end = run_model(
         origin.anatomy,
@@ -133,7 +133,7 @@ def readout_of_model(
 
 
 def values_in_model(run: Pass, arguments: Arguments, seats: Sequence[Seat]) -> dict[int, Tensor]:
-    """What some slots hold in a run of the model on one input."""
+    """Values of some slots in a run of the model on one input."""
     model = run.recording.from_model("A run of the model").model
     kept: dict[tuple[str, bool], Tensor] = {}
 
@@ -161,14 +161,14 @@ def is_recorded(run: Pass, end: Tensor) -> bool:
 def edited_logits(run: Pass, changes: Sequence[Sequence[Edit]]) -> list[Tensor | None]:
     """The model's own logits (class,) with all edits of a change at once, for each change.
 
-    None where an edit cannot be made.
+    None if an edit cannot be made.
     """
     seats = {part: seat_of(run, part) for edits in changes for part, _ in edits}
     possible = [k for k, edits in enumerate(changes) if all(seats[part] is not None for part, _ in edits)]
     found: list[Tensor | None] = [None] * len(changes)
     device = run.operator.device
     most = max(1, TOKENS_TOGETHER.get(device.type, TOKENS_TOGETHER["cpu"]) // run.n_tokens - 1)
-    # Rows are told apart by the first axis of everything that modules take and give.
+    # Rows are on the first axis of all arguments and results of modules.
     origin = run.recording.from_model("A run of the model")
     apart = len(possible) == 1 or origin.calls[0].layout.batch != 0
 
@@ -176,7 +176,7 @@ def edited_logits(run: Pass, changes: Sequence[Sequence[Edit]]) -> list[Tensor |
         nonlocal apart
         edits = [changes[k] for k in some.tolist()]
         if not apart:
-            # A row without changes first, which shows whether rows touch each other.
+            # The first row has no changes: it shows whether rows affect each other.
             end = _edited_readout(run, [(), *edits], seats)
             apart = end is None or not is_recorded(run, end[:1])
             if end is not None and not apart:
@@ -224,7 +224,7 @@ def _put_in(run: Pass, edits: Sequence[tuple[int, Edit, Seat]], n_rows: int) -> 
 
 
 def _new(edit: Edit, seat: Seat, spec: Any) -> tuple[Tensor, Tensor | None]:
-    """An edit's value as the module has it, and where in it the part is; None if everywhere."""
+    """An edit's value in the module's layout, and the place of the part in it; None for all of it."""
     if seat.way is None:
         return edit.value, None
     new = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)

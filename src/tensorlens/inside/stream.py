@@ -1,8 +1,8 @@
-"""The residual stream by dataflow: which sums of a block are writes to it, and which `Component` wrote.
+"""The residual stream by dataflow: which sums of a block write to it, and which `Component` each write is.
 
 No module is known by name. In the program of a block, a sum whose terms are $x, f(x), g(x), …$ is a write to the
 stream: the stream is the term that all the others were computed from. So pre-norm, post-norm, parallel and sandwich
-blocks come out alike; a block in which no way down such sums leads from its output to its input is one piece.
+blocks are treated alike; if no chain of such sums leads from a block's output to its input, the block is one piece.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         kind: ``"embedding"``, ``"attention head"``, ``"attention"`` where its heads cannot be told apart,
             ``"attention bias"`` (of its output projection), ``"feed-forward"``, ``"bias"`` (on the stream itself), or
             ``"block"`` where the parts of a block cannot be told apart. Parts of a block without attention are
-            ``"part 1"``, ``"part 2"``; what is written after a block and before the next is ``"between blocks"``. A
-            second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. Where neurons were asked for,
-            ``"neuron"`` and ``"feed-forward bias"``; where experts were, ``"expert"``, and ``"feed-forward"`` for what
-            belongs to no expert. Where features were, ``"feature"``, ``"decoder bias"`` and ``"error"``; features of a
+            ``"part 1"``, ``"part 2"``; writes after a block and before the next are ``"between blocks"``. A
+            second one of a kind is ``"attention 2"``, ``"feed-forward 2"``. If neurons were requested,
+            ``"neuron"`` and ``"feed-forward bias"``; if experts were, ``"expert"``, and ``"feed-forward"`` for a part
+            of no expert. If features were, ``"feature"``, ``"decoder bias"`` and ``"error"``; features of a
             cross-layer dictionary that read an earlier block are ``"feature of block 3"``.
         block: The block it is in, if any.
         head: Its number, if it is a head.
@@ -84,7 +84,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Write(NamedTuple):
-    """Something added to the stream: its slot, and the attention behind it, if any."""
+    """A term added to the stream: its slot, and the attention it came from, if any."""
 
     slot: int
     mixtures: tuple[Mixture, ...]
@@ -95,7 +95,7 @@ class StreamSum(NamedTuple):
 
     Attributes:
         slot: Its result.
-        writes: What was written.
+        writes: The terms that are written.
         term: The term that is the stream.
         stream: Where components read the stream: the term, or the same state in another type or shape.
     """
@@ -122,7 +122,7 @@ class Stream:
     Args:
         program: The steps of the block.
         entry: The slot of the state that enters it.
-        mixtures: Where attention met values in it.
+        mixtures: Its mixtures of values by attention.
         rules: The conventions in force.
     """
 
@@ -135,7 +135,7 @@ class Stream:
         self._sums: dict[int, tuple[int, int]] = {}
         for place, step in enumerate(program.steps):
             parents = [slot for slot in dict.fromkeys(step.slots) if slot in self._parents]
-            if parents:  # others hold a constant that a write left in memory
+            if parents:  # otherwise it holds a constant that a write left in memory
                 self._order[step.out], self._parents[step.out] = place, parents
                 if self._is_sum(step):
                     self._sums[step.out] = step.args[0].index, step.args[1].index
@@ -148,7 +148,7 @@ class Stream:
         return not (self._splits_products and self._is_product(step))
 
     def _is_product(self, step: Step) -> bool:
-        """Whether a sum is one product of two live factors, each in turn times what the other was: a⁰ b + a b⁰."""
+        """Whether a sum is one product of two live factors, each times the other's value: a⁰ b + a b⁰."""
         if step.out != max(step.slots) + 1 or abs(step.slots[0] - step.slots[1]) != 1:
             return False  # a rule makes all three at once
         return all(self._is_scaled(self.program.makers.get(slot)) for slot in step.slots)
@@ -161,7 +161,7 @@ class Stream:
         return bool(held) and not any(n in self._weights for n in held)
 
     def sums(self, end: int) -> list[StreamSum] | None:
-        """The sums that write to the stream, the last first; None where the parts of the block cannot be told apart.
+        """The sums that write to the stream, the last first; None if the parts of the block cannot be told apart.
 
         Args:
             end: The slot of the state that leaves the block.
@@ -179,13 +179,13 @@ class Stream:
             slot = one.stream
 
     def last_matrix(self, write: Write, of: StreamSum) -> Step | None:
-        """The last matrix that a write went through since it left the stream: what enters it are its neurons."""
+        """The last matrix of a write after it left the stream: its inputs are the neurons."""
         behind = self._ancestors(write.slot, (of.term, of.stream)) - {of.term, of.stream}
         steps = [step for step in self.program.steps if step.out in behind and is_matrix(step, self.program)]
         return steps[-1] if steps else None
 
     def _next_sum(self, slot: int) -> int | None:
-        """The nearest sum that all of the stream goes through on its way back, or the block's entry."""
+        """The nearest sum on the way back that the whole stream goes through, or the block's entry."""
         mixed = {mixture.slot for mixture in self.mixtures}
         if slot not in self._order:
             return None
@@ -203,11 +203,11 @@ class Stream:
         return None
 
     def _sum(self, root: int) -> StreamSum | None:
-        """Take a sum apart: the stream is the nearest term that every other one was computed from.
+        """Split a sum: the stream is the nearest term that all other terms were computed from.
 
         In $(x + f(x)) + g(x + f(x))$ that is $x + f(x)$, a sum itself; in $(f(x) + g(x)) + x$ it is $x$.
         """
-        # With attention held, what a decoder reads of the encoder comes from no stream of its own.
+        # With attention held, the decoder's reading of the encoder does not come from the decoder's own stream.
         ways = [(way, term) for way, term in self._terms(root, ()) if self._comes_from(term, self.entry)]
         longest = max((len(way) for way, _ in ways), default=0)
         for way in dict.fromkeys(way[:n] for n in range(1, longest + 1) for way, _ in ways):
@@ -219,7 +219,7 @@ class Stream:
         return None
 
     def _terms(self, slot: int, way: Way) -> Iterator[tuple[Way, int]]:
-        """What a sum of sums adds up, each with the way to it."""
+        """The terms of a sum of sums, each with the way to it."""
         for place, term in enumerate(self._sums[slot]):
             further = (*way, Turn(slot, place))
             if term in self._sums and term != self.entry:
@@ -228,14 +228,14 @@ class Stream:
                 yield further, term
 
     def _split(self, way: Way, term: int, origin: int) -> StreamSum:
-        """The siblings along the way from a sum to its stream are what was written."""
+        """The writes: the siblings along the way from a sum to its stream."""
         stops = {term, origin, *(turn.slot for turn in way)}
         others = [self._sums[slot][1 - place] for slot, place in way]
         writes = [part for other in others for part in self._parts(other, stops)]
         return StreamSum(way[0].slot, tuple(writes), term, origin)
 
     def _parts(self, slot: int, stops: set[int]) -> Iterator[Write]:
-        """One write, or two where attention and feed-forward were added up before they were written (parallel)."""
+        """One write, or two if attention and feed-forward were added before they were written (parallel)."""
         parts = self._sums.get(slot, ())
         if len([part for part in parts if self._mixed(part, stops)]) == 1:
             for part in parts:
@@ -257,7 +257,7 @@ class Stream:
         return origin in self._ancestors(slot, (origin,))
 
     def _ancestors(self, slot: int, stops: Collection[int]) -> set[int]:
-        """A slot and what it was computed from; nothing behind those of `stops`."""
+        """A slot and all slots that it was computed from, down to those of `stops`."""
         ahead, met = [slot], {slot}
         while ahead:
             slot = ahead.pop()
@@ -269,7 +269,7 @@ class Stream:
 
 
 def is_matrix(step: Step, program: Program) -> bool:
-    """Whether a step multiplies what is live by a weight matrix."""
+    """Whether a step multiplies a live value by a weight matrix."""
     if step.operation == "linear":
         return type(step.args[0]) is Slot
     is_product = step.operation == "matmul" and type(step.args[0]) is Slot
@@ -280,7 +280,7 @@ def is_matrix(step: Step, program: Program) -> bool:
 
 
 class ExpertRows(NamedTuple):
-    """What one expert wrote: the slot of rows that hold it, which of them are its own, and whose tokens these are."""
+    """The write of one expert: the slot of rows that contains it, its own rows, and the tokens of these."""
 
     expert: int
     slot: int
@@ -289,7 +289,7 @@ class ExpertRows(NamedTuple):
 
 
 def expert_rows(recording: Recording, program: Program, block: int) -> list[ExpertRows]:
-    r"""What each expert of a block wrote; nothing where the block has none, or they cannot be told apart.
+    r"""The write of each expert of a block; empty without experts, or if they cannot be told apart.
 
     A module that takes states and, beside them, the numbers of the experts chosen for each token gives out
     $y_j = Σ_{e ∈ chosen(j)} w_{j,e} f_e(x_j)$, by adding the experts' rows to their tokens one expert after the other,

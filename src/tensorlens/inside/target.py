@@ -25,15 +25,15 @@ from tensorlens.recording.recording import Span
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Explained:
-    """What is explained: a target at one output of an input.
+    """A target at one output of an input.
 
     Attributes:
         operator: The operator of the input.
         classes: Names of the classes.
         out_token: Where the target is read.
-        target: A token or class, a pair for a contrast, weights by class; the model's own first choice if None.
+        target: A token or class, a pair for a contrast, weights by class; the model's top prediction if None.
         tokens: A label for each token.
-        meta: Model, versions, rules, blocks, output, as records say them.
+        meta: Model, versions, rules, blocks, output, as in records.
     """
 
     operator: FrozenOperator
@@ -115,7 +115,7 @@ class Pass(StreamPass):
         return float(sum(weight * logits[index] for index, weight in self.weights.items()))
 
     def _at_last_state(self) -> Cotangents:
-        """What waits at the state that leaves the last block, and at whatever else the head reads."""
+        """Cotangents at the state that leaves the last block, and at anything else that the head reads."""
         logits = self.recording.logits_at(self.out_token)
         weights = torch.zeros_like(logits)
         for index, weight in self.weights.items():
@@ -144,7 +144,7 @@ class Pass(StreamPass):
         return block.by_token((self.waiting(self.stop)[block.exit] * block.values[block.exit])[None])[0]
 
     def from_target(self) -> tuple[Walk, Tensor]:
-        """A walk down the stream from the target; and what the constants of the head give, at its token."""
+        """A walk down the stream from the target, and the contribution of the head's constants at its token."""
         reached = self.reached()
         head = torch.zeros_like(reached)
         head[self.out_token] = self.value - reached.sum()
@@ -153,7 +153,7 @@ class Pass(StreamPass):
     def effects(
         self, parts: Iterable[Part], moved: Callable[[Part], Tensor], scaled: Mapping[int, Tensor] | None = None
     ) -> list[Tensor]:
-        r"""$⟨λ_c, Δy_c⟩$ of some components: what the target changes by if they move by Δy, everything else held.
+        r"""$⟨λ_c, Δy_c⟩$ of some components: the change of the target if they move by Δy and everything else is held.
 
         Args:
             parts: The components.
@@ -206,13 +206,13 @@ class FeaturePass(Pass):
         self._read = Read(block.n, place), block.pulled(slot, cotangent[None], stream)[0], block.values[stream]
 
     def read(self, logits: Tensor) -> float:
-        """Refused: a run of the model ends with logits, of which a feature is not a sum."""
+        """Refuse a feature as the target: a run of the model ends with logits, and a feature is not a sum of them."""
         raise InputError(
             f"Expected a target on logits; got {self._feature}, which `T.components` and `T.graph` explain."
         )
 
     def from_target(self) -> tuple[Walk, Tensor]:
-        """A walk down the stream from where the feature reads it; and what the constants on the way give."""
+        """A walk down the stream from where the feature reads it, and the contribution of constants on the way."""
         (read, cotangent, held), joining = self._read, Joining()
         joining.add(0, read, cotangent, None)
         rest = torch.zeros(self.n_tokens, dtype=held.dtype, device=held.device)

@@ -1,4 +1,4 @@
-"""Down the residual stream: cotangents on it, and what every earlier component gives them by the stream alone.
+"""Down the residual stream: cotangents on it, and the contribution of every earlier component by the stream alone.
 
 Several rows of cotangents go down together. A row may join below the top, where its component reads the stream; above
 that place it is zero.
@@ -19,7 +19,7 @@ from tensorlens.inside.features import FeatureParts, features_of
 from tensorlens.inside.stream import Component, Write
 
 ROUNDING = 64
-"""Below this many roundings of the whole, experts leave nothing over."""
+"""If the remainder beside the experts is below this many roundings of the whole, it counts as zero."""
 
 
 class Row(NamedTuple):
@@ -30,9 +30,9 @@ class Row(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Where a component reads the stream: before which sum of its block, the last counted first.
+    """Where a component reads the stream: the sum of its block before which it reads, counted from the last.
 
-    After all of them comes the state that enters the block.
+    The state that enters the block comes after all sums.
     """
 
     block: int
@@ -41,7 +41,7 @@ class Read(NamedTuple):
 
 @dataclass
 class Joining:
-    """Cotangents that join on the way: by place and row, and those of what the decoder reads of the encoder."""
+    """Cotangents that join on the way, by place and row, and those of the decoder's reading of the encoder."""
 
     stream: dict[Read, list[tuple[int, Tensor]]] = field(default_factory=dict)
     memory: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Walk:
         return cls(run, torch.zeros(n_rows, *top.shape, dtype=top.dtype, device=top.device), joining)
 
     def all_the_way(self, last: int) -> Iterator[Row]:
-        """What every component gives, (row, token) each, from block `last` down to the embedding."""
+        """The contribution of every component, (row, token) each, from block `last` down to the embedding."""
         n_encoder = self.run.recording.n_encoder_blocks
         for n in reversed(range(self.run.start, last + 1)):
             if n + 1 == n_encoder and n < last:
@@ -85,12 +85,12 @@ class Walk:
         yield Row(Component(kind="embedding"), self.carried(self.run.start))
 
     def carried(self, n: int) -> Tensor:
-        """What the state that enters block n carries, (row, token)."""
+        """The contribution of the state that enters block n, (row, token)."""
         block = self.run.block(n)
         return block.by_token(self.cotangents * block.values[block.entry])
 
     def block(self, n: int) -> list[Row]:
-        """Go down one block: what its components give, in their order."""
+        """Go down one block: the contributions of its components, in their order."""
         block = self.run.block(n)
         values, at = block.values, block.exit
         if block.sums is None:
@@ -124,7 +124,7 @@ class Walk:
             self.cotangents = _added(self.cotangents, joining)
 
     def _enter_encoder(self, n: int) -> Tensor:
-        """From what the decoder read of the encoder to the state that the encoder's last block leaves."""
+        """From the decoder's reading of the encoder to the state that leaves the encoder's last block."""
         block, slot = self.run.block(n), self.run.memory
         assert slot is not None, "asked of a model with an encoder"
         memory = block.values_of([slot])[slot]
@@ -144,18 +144,18 @@ def _added(cotangents: Tensor, joining: Iterable[tuple[int, Tensor]]) -> Tensor:
 
 
 def whole_row(block: Block, cotangents: Tensor) -> Row:
-    """What a block gives whose parts cannot be told apart, by cotangents (row, …) of the state that leaves it."""
+    """The contribution of a block whose parts cannot be told apart, from cotangents (row, …) of its output."""
     there = torch.stack([block.to_tokens(one) for one in cotangents])
     return Row(Component(block=block.n, kind="block"), block.by_token(there * block.whole_write()))
 
 
 def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) -> list[Row]:
-    """What one write gives: a row for each head, expert or neuron where they can be told apart, else one.
+    """The contribution of one write: a row for each head, expert or neuron if they can be told apart, otherwise one.
 
     Args:
         block: The block.
-        write: What was written.
-        kind: What to call it.
+        write: The write.
+        kind: Its name.
         at: Cotangents (row, …) of the write and of the slots inside it.
     """
     values, name = block.values, Component(block=block.n, kind=kind)
@@ -178,14 +178,14 @@ def write_rows(block: Block, write: Write, kind: str, at: Mapping[int, Tensor]) 
 
 
 def _parts(block: Block, name: Component, parts: list[Component], scores: Tensor, whole: Tensor) -> list[Row]:
-    """Rows of parts (row, part, token), and one for what the last matrix adds: its bias."""
+    """Rows of parts (row, part, token), and one for the bias of the last matrix."""
     scores = block.placed(scores)
     rows = [Row(part, one) for part, one in zip(parts, scores.unbind(1), strict=True)]
     return [*rows, Row(replace(name, kind=f"{name.kind} bias"), whole - scores.sum(1))]
 
 
 def _feature_rows(block: Block, parts: FeatureParts, cotangents: Tensor, whole: Tensor) -> list[Row]:
-    """A row for each active feature, one for the decoder's bias, and one for what they leave over."""
+    """A row for each active feature, one for the decoder's bias, and one for the error."""
     there = torch.stack([block.to_tokens(one)[0] for one in cotangents])  # (row, token, channel)
     rows = list[Row]()
     if parts.features:
@@ -197,10 +197,10 @@ def _feature_rows(block: Block, parts: FeatureParts, cotangents: Tensor, whole: 
 
 
 def _expert_rows(block: Block, name: Component, at: Mapping[int, Tensor], whole: Tensor) -> list[Row]:
-    """A row for each expert that was chosen, and one for what the feed-forward writes beside them, if anything."""
+    """A row for each chosen expert, and one for the rest of the feed-forward's write, if any."""
     rows, rest = [], whole
     for part in block.experts:
-        # The slot holds rows of experts, in an order of its own: those of this one, added to the tokens they are of.
+        # The slot holds rows of all experts in its own order: add those of this expert to their tokens.
         by_row = (at[part.slot] * block.values[part.slot]).sum(-1).flatten(1)[:, part.rows]
         scores = by_row.new_zeros(len(by_row), block.n_tokens).index_add(1, part.tokens, by_row)
         rows.append(Row(Component(block=block.n, kind="expert", expert=part.expert), block.placed(scores)))

@@ -1,16 +1,16 @@
 r"""The residual stream as wires: who writes, who reads, and runs of the *model* with an input for every reader.
 
-Where each block adds what it writes to a plain sum, what component r reads is
+If each block adds its writes to a plain sum, component r reads
 
     x_r = Σ_b y_b  over the embedding and all components b before r.
 
-With a circuit C, an edge b → r inside it carries what b gives in this very run, one outside what b gave for the
+With a circuit C, an edge b → r inside it carries the output of b in this run, an edge outside that of b for the
 corrupted input:
 
     x_r = x_r(corrupted) + Σ_{b → r ∈ C} (y_b − y_b(corrupted)).
 
 Every reader has an input of its own, so a block runs on as many rows as it has readers, and each reader's output is
-taken from its own row: a head's by silencing the others where the output projection takes them in.
+taken from its own row; a head's by setting all others to zero in the input of the output projection.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.tolerances import repeated
 
 STRAIGHT = frozenset([*MOVES, "linear", "matmul", "add", "cast"])
-"""Operations between a head's mixture and its write that are linear in the model, and not only in T."""
+"""Operations between a head's mixture and its write that are linear in the model too, not only in T."""
 
 TARGET = Component(kind="target")
 EMBEDDING = Component(kind="embedding")
 
 
 class Streams(NamedTuple):
-    """A plain run: the state that enters each block, that leaves the last, what writes gave, and the target."""
+    """A plain run: the state that enters each block, the final state, the writes, and the target."""
 
     entering: list[Tensor]
     leaving: Tensor
@@ -57,23 +57,23 @@ class Streams(NamedTuple):
 
 @dataclass
 class CircuitWiring:
-    """Who writes and who reads in a pass, in order.
+    """The writers and readers of a pass, in order.
 
-    Writers are the embedding and all readers; what they gave can be read by later readers and by the target.
+    Writers are the embedding and all readers; later readers and the target can read their outputs.
 
     Attributes:
         run: The pass of the clean input.
         readers: By block.
 
     Raises:
-        MethodError: the stream of this model is not a plain sum of what single modules give.
+        MethodError: the stream of this model is not a plain sum of the outputs of single modules.
     """
 
     run: Pass
     readers: list[list[Part]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Find readers, and the modules by which the model holds them."""
+        """Find readers, and the modules that compute them."""
         recording = self.run.recording
         origin = recording.from_model("A circuit")
         if recording.n_encoder_blocks or self.run.side_channel is not None or not self.run.operator.is_whole:
@@ -98,7 +98,7 @@ class CircuitWiring:
             if seat is None:
                 raise self._refusal(f"no single module outputs {kind} of block {block.n}")
             self.write_seats[write.slot] = seat
-            # Heads are readers of their own where each of them adds to the write on its own.
+            # Heads are separate readers if each of them adds to the write on its own.
             seat = seat_of(self.run, heads[0]) if heads and _is_straight(block, heads[0].slot, write.slot) else None
             if seat is not None:
                 self.head_seats[seat.slot] = seat
@@ -142,11 +142,11 @@ class CircuitWiring:
     # Cotangents -------------------------------------------------------------------------------------------------------
 
     def cotangents(self, run: Pass) -> tuple[Tensor, Tensor]:
-        """Where readers read, and where writers wrote, of a pass over the same model.
+        """Cotangents where readers read and where writers wrote, in a pass over the same model.
 
         Returns:
             (reader, token, channel), the target last: λ of a reader pulled through it alone, to the stream; and
-            (writer, token, channel): λ of what each wrote.
+            (writer, token, channel): λ of each write.
         """
         read, written = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for n in reversed(range(run.start, run.stop)):
@@ -171,7 +171,7 @@ class CircuitWiring:
         """The stream of a plain run, which must be a plain sum.
 
         Raises:
-            MethodError: it is not: something stands between what a block writes and the next.
+            MethodError: it is not: something comes between a block's writes and the next block.
         """
         states, last, kept = list[Tensor](), list[Tensor](), dict[int, Tensor]()
         layout = self.run.recording.from_model("A circuit").calls[0].layout
@@ -203,7 +203,7 @@ class CircuitWiring:
         return self._model.get_submodule(seat.path)
 
     def judged(self, kept: Tensor, corrupted: Streams, clean: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the model with edges outside of circuits carrying what they carry for the corrupted input.
+        """Run the model with the edges outside of circuits as they are for the corrupted input.
 
         Args:
             kept: (circuit, reader, writer): the edges of each circuit, the target as the last reader.
@@ -229,7 +229,7 @@ class CircuitWiring:
 
 
 class _Judged:
-    """One run of several circuits: the first is the empty one, which says what components give when corrupted.
+    """One run of several circuits: the first is the empty one, which shows the corrupted output of components.
 
     Rows are (circuit, reader of the block).
     """
@@ -252,7 +252,7 @@ class _Judged:
                 self._seat(start, readers, slot)
 
     def _seat(self, start: int, readers: list[Part], slot: int) -> None:
-        """What a write's module gives in its own rows is kept; later readers of the block read what they should."""
+        """Keep the output of a write's module in its own rows, and set the inputs of later readers of the block."""
         wiring, written = self.wiring, self.corrupted.writes[slot]
         own = [row for row, one in enumerate(readers) if one.write.slot == slot]
         later = [row for row, one in enumerate(readers) if one.place < readers[own[0]].place]
@@ -279,7 +279,7 @@ class _Judged:
             self.taken[module] = self._own_row(own[0])
 
     def _own_row(self, row: int) -> AtModule:
-        """Run a module on the rows of its own reader alone: its output in other rows is not used."""
+        """Run a module only on the rows of its own reader: its output in other rows is not used."""
 
         def own(x: Tensor) -> Tensor:
             return x.reshape(self.n_circuits, self.width, -1, *x.shape[1:])[:, row].flatten(0, 1).contiguous()
@@ -287,7 +287,7 @@ class _Judged:
         return own
 
     def _one_head_each(self, mixture: int, own: list[int]) -> AtModule:
-        """Leave each row of a head its own head alone."""
+        """Keep only its own head in each row of a head."""
         seat, spec = self.wiring.head_seats[mixture], self.wiring.run.recording.program.specs[mixture]
         numbers = torch.arange(len(own), dtype=spec.dtype, device=spec.device)[:, None, None].expand(spec.shape[-3:])
         heads = seat.laid_out(numbers.reshape(spec.shape)).flatten()  # which head each number belongs to
@@ -301,7 +301,7 @@ class _Judged:
         return alone
 
     def entering(self, n: int, state: Tensor) -> Tensor:
-        """What each reader of the block reads of earlier blocks."""
+        """The input of each reader of the block from earlier blocks."""
         cancel.check()
         start, stop = self.starts[n], self.starts[n + 1]
         found = self.corrupted.entering[n].expand(self.n_circuits, self.width, -1, -1).clone()
@@ -310,7 +310,7 @@ class _Judged:
         return self.layout.to_native(found.flatten(0, 1)).to(state)
 
     def leaving(self, n: int, state: Tensor) -> Tensor | None:
-        """What the target reads."""
+        """The input of the target."""
         if n != self.wiring.run.stop - 1:
             return None
         found = self.corrupted.leaving + torch.einsum("cw,cwij->cij", self.kept[:, -1], self.moved)
@@ -318,7 +318,7 @@ class _Judged:
 
 
 def _is_straight(block: Block, start: int, end: int) -> bool:
-    """Whether the model itself is linear from one slot to another: no norm, nothing that was held."""
+    """Whether the model itself is linear from one slot to another: without norms and held factors."""
     weights = block.program.constants.names
     for step in block.program.part((start,), (end,)).steps:
         held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]

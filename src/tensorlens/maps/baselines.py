@@ -1,4 +1,4 @@
-r"""The eight baselines: four measures within a block, joined over blocks by rollout or by mean. And ALTI.
+r"""The eight baselines: four measures within a block, joined over blocks by rollout or by mean; and ALTI.
 
 | measure         | N_ij within a block                                                                         |
 |-----------------|---------------------------------------------------------------------------------------------|
@@ -11,14 +11,14 @@ Conventions where the sources are silent: layouts other than post-LN follow
 the principle *decompose what the attention sub-block adds, hold every norm on the way*; norm maps are divided by their
 row sums before they are joined.
 
-One block is taken apart by source token, with every norm on the way kept at its actual scale. For output i and source
+One block is split by source token, with every norm on the way kept at its actual scale. For output i and source
 j, in the notation of Kobayashi et al.:
 
 - $c_{ij} = \sum_h A_{h,ij}\, v_{h,j} W_{o,h}$, with the *actual* values, biases and norm before them included;
-- $s_{ij}$: the same after what stands between attention and the residual sum (a norm, a layer scale);
+- $s_{ij}$: the same after anything between attention and the residual sum (a norm, a layer scale);
 - $y_{ij} = \delta_{ij} x_i + s_{ij}$: with the residual; $\sum_j y_{ij}$ and the output bias make the residual stream.
 
-Tensors of this library leave value biases to B; these measures, after their sources, do not.
+T leaves value biases to B; these measures, like their sources, do not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording, Span
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
-"""Rollout adds the identity to measures without the residual only."""
+"""Measures without the residual: rollout adds the identity to these only."""
 
 
 Matrices = Float[Tensor, "*sample out_token in_token"]
@@ -67,7 +67,7 @@ def _lengths(vectors: Vectors) -> Matrices:
 
 
 def _glob_enc(block: Decomposition, rows: slice) -> Matrices:
-    """The vectors of `w_attn_res_ln` through the block's second norm; the feed-forward's own part is left out.
+    """The vectors of `w_attn_res_ln` through the block's second norm, without the feed-forward's own part.
 
     Raises:
         MethodError: the second norm never sees what attention added.
@@ -84,10 +84,10 @@ def _alti(block: Decomposition, rows: slice) -> Matrices:
     r"""How close the contribution of each source is to the whole (Ferrando et al. 2022).
 
     $\max(0, \lVert ŷ_i \rVert_1 - \lVert y_{ij} - ŷ_i \rVert_1)$, with ŷ the true output of the attention sub-block.
-    Rows are divided by their sum; one in which no source comes near keeps its own token.
+    Rows are divided by their sum; a row in which no source comes close keeps its own token.
     """
     vectors, whole = block.attended(rows), block.output[..., rows, None, :]
-    nearness = (whole.abs() - (vectors - whole).abs()).sum(-1)  # a source that gives nothing is exactly not near
+    nearness = (whole.abs() - (vectors - whole).abs()).sum(-1)  # a source that contributes nothing gets exactly zero
     matrix = in_float64(nearness.clamp_min(0))
     empty = matrix.sum(-1, keepdim=True) == 0
     own = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)[rows]
@@ -150,7 +150,7 @@ def without_sink_column(matrix: Matrices) -> Matrices:
 # By name -------------------------------------------------------------------------------------------------------------
 
 _matrices: WeakKeyDictionary[Recording, dict[Any, list[Matrices]]] = WeakKeyDictionary()
-"""What joins of one measure share: kept as long as the recording."""
+"""The matrices that all joins of one measure share; kept as long as the recording."""
 
 _held: WeakKeyDictionary[Recording, Recording] = WeakKeyDictionary()
 """Recordings of the same pass under the paper's rules."""
@@ -185,7 +185,7 @@ def _block_matrix(recording: Recording, block: int, measure: str) -> Matrices:
 
 
 def _with_held_factors(recording: Recording) -> Recording:
-    """The pass under rules whose blocks can be taken apart: baselines describe the model, whatever the rules of T."""
+    """The pass under rules whose blocks can be split: baselines describe the model, whatever the rules of T."""
     if recording.rules.holds_factors:
         return recording
     if recording not in _held:
@@ -243,10 +243,10 @@ Vectors = Float[Tensor, "*sample out_token in_token channel"]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Norms and scalings on the way, as the linear map they are once statistics are held: no shift.
+    """Norms and scalings on the way, as a linear map with statistics held, without shifts.
 
     Attributes:
-        pieces: What they do, without a matrix.
+        pieces: The pieces, none of which is a matrix.
         shape: Samples, if there are several, and tokens.
     """
 
@@ -254,7 +254,7 @@ class Way:
     shape: tuple[int, ...]
 
     def __call__(self, vectors: Vectors, rows: slice) -> Vectors:
-        """Each vector by the scale of its output; each centred by its own mean, where a norm centres."""
+        """Each vector times the scale of its output, and centred by its own mean if a norm centres."""
         # vectors: (…, out_token, in_token, channel); a scale belongs to the output, and is the same for every source.
         for piece in self.pieces:
             if piece.kind == "centre":
@@ -267,20 +267,20 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Decomposition:
-    r"""What each source token contributes to each output within one block.
+    r"""The contribution of each source token to each output within one block.
 
     Attributes:
         recording: The pass.
         block: The block.
-        wiring: How it is wired.
+        wiring: Its wiring.
         x: The state entering the block, as the residual carries it around attention.
         attention: $A_h$.
         projected: $v_{h,j} W_{o,h}$.
-        before: What stands between the mixture and the output weight.
-        after: What stands between the output weight and the residual sum.
-        first: What the residual stream passes after that sum: the first norm of a post-LN block.
-        second: What comes next: the norm before the feed-forward, or the second norm of a post-LN block. None where
-            nothing that sees the sum does.
+        before: The pieces between the mixture and the output weight.
+        after: The pieces between the output weight and the residual sum.
+        first: The pieces of the residual stream after that sum: the first norm of a post-LN block.
+        second: The next pieces: the norm before the feed-forward, or the second norm of a post-LN block. None if
+            no norm reads the sum.
     """
 
     recording: Recording
@@ -295,7 +295,7 @@ class Decomposition:
     second: Way | None
 
     def chunks(self) -> Iterator[slice]:
-        """Ranges of output tokens small enough to hold vectors for every source."""
+        """Ranges of output tokens small enough for vectors from every source."""
         n_tokens, most = self.x.shape[-2], bytes_on(self.x.device, BYTES_OF_VECTORS)
         size = max(1, most // self.x.nbytes)
         return (slice(start, min(start + size, n_tokens)) for start in range(0, n_tokens, size))
@@ -313,7 +313,7 @@ class Decomposition:
         return vectors
 
     def attended(self, rows: slice) -> Vectors:
-        """What each source contributes to the attention sub-block's output, after its norm (post-LN)."""
+        """The contribution of each source to the attention sub-block's output, after its norm (post-LN)."""
         return self.first(self.with_residual(rows), rows)
 
     @cached_property
@@ -330,7 +330,7 @@ class Decomposition:
 
 
 def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition:
-    """Take one block apart.
+    """Split one block by source token.
 
     Raises:
         MethodError: the block is not made of attention and a feed-forward that are known.
@@ -342,7 +342,7 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
     out, carry, first, second = _sub_layers(found, block)
     shape = tuple(recording.states[block].shape[:2])[recording.n_samples == 1 :]
     last = 1 + max(place for place, piece in enumerate(out) if piece.kind == "weight")
-    # Without a norm behind it, all of what follows the output weight is part of it.
+    # Without a norm after it, everything that follows the output weight counts as part of the weight.
     last = last if has_norm(out[last:]) else len(out)
     tokens = tuple([piece for piece in out[:last] if piece.kind == "token"])
     values = at_least_float32(mixing.values)
@@ -364,7 +364,7 @@ def decompose(recording: Recording, block: int, mixing: Mixing) -> Decomposition
 
 
 def _sub_layers(found: Wiring, block: int) -> tuple[Chain, Chain, Chain, Chain | None]:
-    """The output weight with what surrounds it, the residual around attention, and the first and second norm."""
+    """The output weight and the pieces around it, the residual around attention, and the first and second norm."""
     outs = [path for path in found.own if path.source == found.mixing.slot] if found.is_parallel else list(found.out)
     carries = found.streams if found.is_parallel else found.carry
     if (len(outs), len(carries), len(found.streams)) != (1, 1, 1):

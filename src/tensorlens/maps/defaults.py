@@ -1,6 +1,6 @@
-"""What a question leaves open (method, output, prediction), and the question in one sentence.
+"""Defaults for what a question leaves open (method, output, prediction), and the question in one sentence.
 
-Every place that answers a question asks here, and the signatures of users' functions take their defaults from here.
+All code that answers questions uses this file, and the signatures of users' functions take their defaults from here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tensorlens.operators.plain import plain_logits
 from tensorlens.views.captions import after, headline_of, within
 
 METHOD = "tensor.in_out"
-"""The method of `T.map`, `lens.maps` and `batch.maps`: any model has it, with a head or without."""
+"""The method of `T.map`, `lens.maps` and `batch.maps`: it works for any model, with or without a head."""
 
 METHOD_OF_CLASSES = "tensor.in_class"
-"""The method of `Mapper`, of `tensorlens maps` and of the explorer where the model has a head."""
+"""The method of `Mapper`, of `tensorlens maps` and of the explorer for a model with a head."""
 
 METHOD_OF_PICTURES = "tensor.contribution"
 """The first method for a picture in a model without a head."""
@@ -40,7 +40,7 @@ OUT_TOKEN = -1
 """The output of a question about one output: the last, which in a decoder predicts the next token."""
 
 SHARE, MAX_NODES = 0.8, 200
-"""Where a graph stops growing: the share of what flows into its nodes, and how many of them there may be."""
+"""Where a graph stops growing: the share of the flow into its nodes, and the largest number of nodes."""
 
 
 def one_output(recording: Recording, out_token: int) -> int:
@@ -49,11 +49,11 @@ def one_output(recording: Recording, out_token: int) -> int:
 
 
 def has_one_row(recording: Recording, method: str | None) -> bool:
-    """Whether a map has one row whatever its output: logits of the whole input are explained."""
+    """Whether a map has only one row, because the logits of the whole input are explained."""
     return recording.pools and method == METHOD_OF_CLASSES
 
 
-# T is an `AttentionTensor` from here on, which lives on a floor above this one.
+# From here on T is an `AttentionTensor`, which belongs to a layer above this one.
 
 
 def has_predictions(T: Any) -> bool:
@@ -65,7 +65,7 @@ def default_method(T: Any, target: Any = None) -> str:
     """The method for the usual first question: why did the model say this?
 
     That is In+Class if the blocks asked for reach the head, or if a target is named. Otherwise it is In+Out, and for a
-    picture the length of what each patch contributes, since no direction of its output has a name.
+    picture the length of each patch's contribution, since the directions of its output have no names.
     """
     reaches_head = has_predictions(T) and T.operator.span.stop == T.operator.recording.n_blocks
     if reaches_head or target is not None:
@@ -74,7 +74,7 @@ def default_method(T: Any, target: Any = None) -> str:
 
 
 def default_output(T: Any) -> int:
-    """The output to look at first: the masked token, the token that stands for a picture, or the last one."""
+    """The output to look at first: the masked token, the token that represents a picture, or the last one."""
     mask, grid = getattr(getattr(T.context.classes, "tokenizer", None), "mask_token", None), T.context.meta.get("grid")
     if mask in T.out_tokens:
         return T.out_tokens.index(mask)
@@ -83,7 +83,7 @@ def default_output(T: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MapQuestion:
-    """What is asked of an operator. The command line and the explorer fill in what was left open here.
+    """A question to an operator. The command line and the explorer fill in open parts here.
 
     Attributes:
         method: A name in `METHODS`.
@@ -116,7 +116,7 @@ class MapQuestion:
             out_token: The output, or None.
             target: What is explained.
             against: The contrast target.
-            is_one: Whether None is the one output that is looked at first, also if a method was named.
+            is_one: Whether None means the one output to look at first, even if a method was named.
 
         Raises:
             InputError: there is no such output.
@@ -132,12 +132,12 @@ class MapQuestion:
         return cls(method=chosen, out_token=out_token, target=target, against=against)
 
     def place(self, T: Any) -> int:
-        """The one output that headline and predictions are about."""
+        """The one output of headline and predictions."""
         chosen = default_output(T) if self.out_token is None else self.out_token
         return 0 if T.operator.recording.pools else chosen % T.shape[0]
 
     def predictions(self, T: Any, k: int) -> list[Any]:
-        """The model's at the chosen output; empty for all outputs, or for a model without a head."""
+        """The model's predictions at the chosen output; empty for all outputs, or for a model without a head."""
         return T.predictions(k, self.place(T)) if self._is_one(T) and has_predictions(T) else []
 
     def headlined(self, T: Any) -> Headlined | None:
@@ -172,10 +172,10 @@ class Headlined:
     """A question about a target at one output.
 
     Attributes:
-        asked: The target on logits, and how it is called.
-        probability: The model's for the target; None for a sum of several tokens.
-        where: What stands before the output, or what it belongs to; as `place_of` says it.
-        logits: (class,) the model's own at that output.
+        asked: The target on logits, and its name.
+        probability: The model's probability of the target; None for a sum of several tokens.
+        where: The text before the output, or the input that it belongs to; see `place_of`.
+        logits: (class,) the model's own logits at that output.
     """
 
     asked: ReadTarget
@@ -185,7 +185,7 @@ class Headlined:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What a map stores of it, so every view shows the same headline."""
+        """The part that maps store, so that every view shows the same headline."""
         why = {
             "target": self.asked.target,
             "probability": self.probability,
@@ -203,7 +203,7 @@ class Headlined:
 def headlined(
     recording: Recording, context: Context, out_token: int, target: Any = None, against: Any = None
 ) -> Headlined:
-    """A question as people write it; the model's top prediction where no target is named.
+    """A question as people write it; about the model's top prediction if no target is named.
 
     Args:
         recording: The pass.
@@ -226,14 +226,14 @@ def headlined(
 
 
 def headline_of_states(context: Context, out_tokens: Sequence[str], out_token: int) -> str:
-    """The question without a head: about the state that stands for a picture, or about all of a text's."""
+    """The question without a head: about the state that represents a picture, or about all states of a text."""
     is_one = context.meta.get("grid") is not None
     what = f"the output “{out_tokens[out_token]}”" if is_one else "these outputs"
     return f"Why {what} {place_of(context.meta, context.tokens, out_token, len(out_tokens))}?"
 
 
 def place_of(meta: Mapping[str, Any], tokens: Sequence[str], out_token: int, n_out: int) -> str:
-    """Where an output stands: after which words, or in which text or picture."""
+    """The place of an output: after which words, or in which text or picture."""
     if meta.get("grid") is not None:
         return "for this picture"
     text = meta.get("text")

@@ -1,4 +1,4 @@
-"""Tokens put together into groups: words, sentences, lines, or what the user names.
+"""Groups of tokens: words, sentences, lines, or groups that the user names.
 
 Bounds are characters of the text where there is one, positions of tokens otherwise. A token is never cut: it belongs to
 the group that it overlaps most, the first on ties.
@@ -20,10 +20,10 @@ from tensorlens.errors import InputError
 from tensorlens.models.pictures import WHOLE, Box, cells
 
 REST = "rest"
-"""The group of the tokens that belong to no other group."""
+"""The group of all tokens that are not in any other group."""
 
 NAMED = ("tokens", "words", "sentences", "lines")
-"""Groups that are found in the text."""
+"""Names of groups that are found in the text."""
 
 Groups = str | Sequence[tuple[str, int, int] | str] | Mapping[str, Any]
 """A name in `NAMED`; groups as (label, start, stop), or as passages to look for; ``{"separator": "###"}``; or, for the
@@ -56,13 +56,13 @@ class Passage(NamedTuple):
 
 
 def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The groups of some tokens: disjoint, and every token is in one.
+    """Groups of some tokens; every token is in exactly one.
 
     Args:
         groups: ``"words"``, ``"sentences"``, ``"lines"``, ``"tokens"``, a list of (label, start, stop) or of
-            passages that stand in the text, or ``{"separator": …}`` for what stands between its occurrences.
+            passages of the text, or ``{"separator": …}`` for the passages between its occurrences.
         labels: One for each token.
-        meta: The map's: `text`, and `offsets`, where each token stands in it.
+        meta: The map's `meta`: `text`, and `offsets`, the place of each token in it.
 
     Raises:
         InputError: Groups overlap, are empty, lie outside of the text, or are not found in it.
@@ -90,13 +90,13 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
 
 
 def with_beside(groups: Sequence[Group], alone: Sequence[int], labels: Sequence[str]) -> tuple[Group, ...]:
-    """The groups without some tokens, each of which becomes a group of its own before them."""
+    """The groups without some tokens; each of these becomes a group of its own, placed first."""
     rest = [group._replace(tokens=tuple(j for j in group.tokens if j not in alone)) for group in groups]
     return (*(Group(labels[j], (j,)) for j in alone), *(group for group in rest if group.tokens))
 
 
 def group_sums(scores: Tensor, groups: Sequence[Group]) -> Tensor:
-    """The columns of each group, added up: (row, group)."""
+    """The sum of the columns of each group: (row, group)."""
     # (in_token,): the group of each token, so that one sum goes over all columns.
     index = torch.zeros(scores.shape[1], dtype=torch.long, device=scores.device)
     for k, group in enumerate(groups):
@@ -105,13 +105,13 @@ def group_sums(scores: Tensor, groups: Sequence[Group]) -> Tensor:
 
 
 def grouped_meta(meta: Mapping[str, Any], groups: Sequence[Group], name: str, aside: Sequence[int]) -> dict[str, Any]:
-    """The `meta` of a map whose tokens were put together.
+    """The `meta` of a map whose tokens were grouped.
 
     Args:
-        meta: That of the map by tokens.
+        meta: The `meta` of the map by tokens.
         groups: The groups.
-        name: What to call the groups.
-        aside: Tokens that were set aside by choice; so are the groups with one of them.
+        name: The name of the grouping.
+        aside: Tokens that were set aside by choice; groups that contain one are set aside too.
     """
     offsets, text = meta.get("offsets"), meta.get("text")
     made = {key: value for key, value in meta.items() if key != "offsets"} | {"grouped": name}
@@ -130,10 +130,10 @@ def _is_run(tokens: Sequence[int]) -> bool:
 
 
 def sentences(text: str) -> list[Passage]:
-    """The sentences of a text, which they cover.
+    """The sentences of a text; together they cover it.
 
     A sentence ends at a sentence mark before white space, at an empty line, and before an item of a list, but not at
-    initials and a few abbreviations. A space between two belongs to the second, as tokenizers have it.
+    initials and a few abbreviations. A space between two sentences belongs to the second, as in tokenizers.
     """
     ends = [
         found.end() for found in _END.finditer(text) if not _SHORT.search(text[max(0, found.end() - 12) : found.end()])
@@ -150,11 +150,11 @@ def lines(text: str) -> list[Passage]:
 
 
 def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Group, ...]:
-    """Patches by region; a token beside them is a group of its own."""
+    """Patches by region; a token that is not a patch is a group of its own."""
     grid = meta.get("grid")
     if not isinstance(grid, Mapping):
         raise InputError("Regions need a picture with a grid of patches, and this input has none.")
-    seen = meta.get("seen", WHOLE)  # pixels that were given as numbers are the whole picture
+    seen = meta.get("seen", WHOLE)  # pixels given as numbers are the whole picture
     if seen is None:
         raise InputError(
             "The processor does more than scale and crop the picture, so the places of the patches are not known. Pass "
@@ -168,11 +168,11 @@ def _by_region(regions: Any, labels: Sequence[str], meta: Mapping[str, Any]) -> 
 
 
 def find_regions(regions: Any, boxes: Sequence[Box | None]) -> tuple[Group, ...]:
-    """Patches by the region that the middle of each lies in; those in none are the rest.
+    """Patches by the region that contains the middle of each; patches in none form the rest.
 
     Args:
         regions: (rows, columns) of equal regions, or a box for each label.
-        boxes: What each patch looks at; None for one that looks nowhere.
+        boxes: The part of the picture that each patch covers; None for a patch that covers nothing.
 
     Raises:
         InputError: Regions are neither, or overlap on a patch.
@@ -207,7 +207,7 @@ def _holds(region: Sequence[float], box: Sequence[float]) -> bool:
 
 
 def _separated(text: str, groups: Mapping[str, str]) -> list[Passage]:
-    """What stands between the occurrences of a separator, which belongs to the passage before it."""
+    """The passages between the occurrences of a separator, which belongs to the passage before it."""
     separator = groups.get("separator")
     if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
         raise InputError(f'Passages between a separator are {{"separator": "###"}}; got {groups!r:.60}.')
@@ -223,7 +223,7 @@ def _between(text: str, ends: Sequence[int]) -> list[Passage]:
     spans: list[Passage] = []
     start = 0
     for end in (*ends, len(text)):
-        stop = end + len(text[end:]) - len(text[end:].lstrip())  # white space behind it
+        stop = end + len(text[end:]) - len(text[end:].lstrip())  # white space after it
         stop -= stop > end and stop < len(text) and text[stop - 1] == " "
         if text[start:stop].strip():
             spans.append(Passage(text[start:stop].strip(), start, stop))
@@ -234,7 +234,7 @@ def _between(text: str, ends: Sequence[int]) -> list[Passage]:
 
 
 def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
-    """The text and where each token stands in it; without offsets, as the labels have it."""
+    """The text and the place of each token in it; without offsets, from the labels."""
     text, offsets = meta.get("text"), meta.get("offsets")
     if isinstance(text, str) and isinstance(offsets, list) and fits(offsets, len(labels), len(text)):
         return text, offsets
@@ -257,7 +257,7 @@ def _text_of(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[str, Seque
 
 
 def _assigned(spans: Sequence[Passage], offsets: Sequence[Any], *, all_needed: bool = False) -> tuple[Group, ...]:
-    """Each token to the span it overlaps most; spans without a token are left out, unless all are needed."""
+    """Assign each token to the span it overlaps most; leave out spans without a token, unless all are needed."""
     members: list[list[int]] = [[] for _ in spans]
     rest = []
     order = sorted(range(len(spans)), key=lambda k: spans[k].start)
@@ -273,7 +273,7 @@ def _assigned(spans: Sequence[Passage], offsets: Sequence[Any], *, all_needed: b
 
 
 def _overlapped_most(pair: Any, spans: Sequence[Passage], order: Sequence[int], starts: Sequence[int]) -> int | None:
-    """The span that a token overlaps most, the first on ties; only those that begin before its end are looked at."""
+    """The span that a token overlaps most, the first on ties; spans that begin after its end are not considered."""
     start, stop = pair
     near = order[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
     overlaps = {k: min(stop, spans[k].stop) - max(start, spans[k].start) for k in sorted(near)}
@@ -282,7 +282,7 @@ def _overlapped_most(pair: Any, spans: Sequence[Passage], order: Sequence[int], 
 
 
 def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
-    """What the user named, as spans within the text or the tokens."""
+    """The user's groups, as spans of the text or the tokens."""
     if not isinstance(groups, Sequence) or not groups:
         raise InputError(
             f"`groups` must be a name or a list of (label, start, stop) with at least one; got {groups!r}."
@@ -339,7 +339,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
     Args:
         labels: One for each token, as `token_labels` writes them.
         meta: The map's. `offsets` (for each token its [start, stop) in the text, or None for one that is not text) and
-            `text` say exactly where a token stands; without them the labels are read.
+            `text` give the exact place of a token; without them the labels are read.
     """
     text, offsets = _text_of(labels, meta)
     found: list[Passage] = []
@@ -392,7 +392,7 @@ def _is_of_word(character: str) -> bool:
 
 
 def _raw(label: str) -> bytes | None:
-    """The bytes behind a label such as ⟨E4⟩⟨BD⟩, or None."""
+    """The bytes of a label such as ⟨E4⟩⟨BD⟩, or None."""
     return bytes.fromhex(re.sub("[⟨⟩]", "", label)) if _BYTES.fullmatch(label) else None
 
 

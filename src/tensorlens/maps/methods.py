@@ -1,6 +1,6 @@
 """`METHODS`: every map by name. A method is a name, a sentence, and a function from a `Question` to `Scored` rows.
 
-A question has rows, one per output that is asked for; each row belongs to a sample of the recording. One input has one
+A question has rows, one per requested output; each row belongs to a sample of the recording. One input has one
 sample and perhaps many rows, a batch has many samples with a row each. Methods are written once for both. The command
 line, the explorer and the studies iterate over this table, so all of them have every method.
 """
@@ -29,7 +29,7 @@ NormKind = Literal["frobenius", "spectral"]
 
 
 class Chosen(NamedTuple):
-    """What each row explains: a weighted sum of logits.
+    """The target of each row, as a weighted sum of logits.
 
     Attributes:
         ids: (row, k) classes.
@@ -44,31 +44,31 @@ class Chosen(NamedTuple):
         return (logits * self.weights.to(logits)).sum(1)
 
     def at(self, rows: Sequence[int]) -> Chosen:
-        """What some of the rows explain."""
-        if len(rows) == len(self.ids):  # all of them: rows are not repeated
+        """The targets of some rows."""
+        if len(rows) == len(self.ids):  # all rows: none is repeated
             return self
         return Chosen(self.ids[list(rows)], self.weights[list(rows)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a method.
+    """A question to a method.
 
     Attributes:
-        operator: The attention tensor, with the recording behind it; of several samples, of the first of them.
+        operator: The attention tensor, with its recording; for several samples, that of the first one.
         out_tokens: The output of each row.
         samples: The sample of each row.
-        lengths: Tokens of each sample without padding, where all samples of a recording are asked together.
-        target: What In+Class explains; None for the model's own prediction at each output.
-        targets: The same per row, instead of one for all.
+        lengths: Tokens of each sample without padding, if the question is about all samples of a recording.
+        target: The target of In+Class; None for the model's own prediction at each output.
+        targets: Targets per row, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         norm: Which norm `tensor.norm` takes of a block.
         probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
         seed: Random seed for the probes.
-        raw: For baselines of norms: join the blocks' matrices as they are, rows not divided by their sums.
-        weighed: A part of the input (token, channel) that is weighed alone; all of it if None.
-        asked: All methods that are asked of these rows: what several need is computed once.
-        shared: What was computed for several methods.
+        raw: For baselines of norms: join the blocks' matrices as they are, without dividing rows by their sums.
+        weighed: A part of the input (token, channel) to weigh instead of the whole input.
+        asked: All methods for these rows: shared results are computed once.
+        shared: Results shared by several methods.
     """
 
     operator: FrozenOperator
@@ -155,14 +155,14 @@ class Question:
 
     @cached_property
     def chosen_logits(self) -> Tensor:
-        """(row,): what each row explains, at the input."""
+        """(row,): the value of each row's target at the input."""
         assert self.recording.readout is not None, "a target has a head"
         return self.explained(self.recording.readout, range(len(self.out_tokens)))
 
     def explained(self, end: Tensor, rows: Sequence[int]) -> Tensor:
-        r"""(row,): what some rows explain, from what a pass of all samples ended with.
+        r"""(row,): the value of some rows' targets, from the end of a pass of all samples.
 
-        $\sum_c w_c\,\mathrm{logit}_c$ of the target, of which only the classes with a weight are read; without classes
+        $\sum_c w_c\,\mathrm{logit}_c$ of the target, which reads only classes with a weight; without classes
         the length along the output state, $⟨X^N_i, \mathrm{end}_i⟩$.
         """
         head = self.recording.head
@@ -188,7 +188,7 @@ class Question:
         )
 
     def weigh_logits(self) -> Weighed:
-        r"""The same for the target of each row, from what the head reads."""
+        r"""The same for the target of each row, from the input of the head."""
         recording = self.recording
         assert recording.readout is not None, "a target has a head"
         ids, weights = self.chosen
@@ -238,7 +238,7 @@ class Question:
         return u
 
     def _places(self, layer: Sequence[int], device: torch.device, *, read: bool = False) -> tuple[Tensor, Tensor]:
-        """Samples and outputs of some rows, or where the head reads these."""
+        """Samples and outputs of some rows, or the rows of the readout that belong to them."""
         outputs = [self.recording.place_read(self.out_tokens[row]) if read else self.out_tokens[row] for row in layer]
         return sent([self.of[row] for row in layer], device), sent(outputs, device)
 
@@ -269,15 +269,15 @@ WARNING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What a method found.
+    """The result of a method.
 
     Attributes:
         scores: (row, in_token).
-        bias_share: Share of the bias in each row; NaN if the method does not define it.
-        notes: More for the `meta` of every map.
+        bias_share: Share of the bias in each row; NaN if the method defines none.
+        notes: Further entries for the `meta` of every map.
         by_row: Numbers per row for the `meta`, by name.
-        chosen: The target of each row, where it explains one.
-        names: The names of these targets, once they are known.
+        chosen: The target of each row, if the method explains one.
+        names: The names of these targets, once known.
     """
 
     scores: Tensor
@@ -358,7 +358,7 @@ def method(
 
 
 def joins_norms(name: str) -> bool:
-    """Whether a method joins matrices of norms over blocks; rows of these do not sum to one."""
+    """Whether a method joins matrices of norms over blocks, whose rows do not sum to one."""
     join, _, measure = name.partition(".")
     return join in ("rollout", "mean") and not measure.startswith("attn")
 
@@ -392,7 +392,7 @@ def check_question(
 
 
 def check_out_token(question_token: object, pools: bool, name: str) -> None:
-    """A head that pools has one row, whatever the token."""
+    """Refuse several outputs for a head that pools: it has one row, whatever the token."""
     if pools and question_token is not None and name == METHOD_OF_CLASSES:
         raise InputError(
             "This model's head reads the whole input at once, so `tensor.in_class` has one row. Leave `out_token` out."
@@ -423,7 +423,7 @@ def begin_finishing(found: Scored, classes: Classes | None) -> Callable[[], Scor
 
 
 def begin_predictions(question: Question) -> Callable[[], list[str | None]]:
-    """What the model ranks first at each row's output; None for a model without a head."""
+    """The model's top prediction at each row's output; None for a model without a head."""
     classes = question.classes
     if classes is None or not question.has_classes:
         return lambda: [None] * len(question.out_tokens)

@@ -1,7 +1,7 @@
-"""What maps of the tensor are compared with: rankings that do not use the model, and its own gradients.
+"""Methods to compare maps of T with: rankings that do not use the model, and gradients of the model.
 
-A method that does not beat the controls says nothing. For decoders, recency is the one to watch: near tokens matter
-most to a language model whatever happens inside it.
+A method that does not beat the controls says nothing. For decoders, recency is the important one: near tokens matter
+most to a language model, whatever happens inside it.
 
 Gradients explain the same numbers as the maps of the tensor: the logit of a class where the model has classes at the
 output, its length along the output state otherwise. Both are taken at X⁰, the state entering the first block.
@@ -36,7 +36,7 @@ def random_scores(n_out: int, n_in: int, seed: Sequence[int] | int = 0) -> Token
 
 
 def _by_place(question: Question, of: Callable[[int], Tensor]) -> Scored:
-    """Scores of each sample's own length, padded with zeros where others are longer."""
+    """Scores of different lengths, padded with zeros to the longest sample."""
     lengths = question.lengths or (len(question.operator.input),) * (max(question.of) + 1)
     rows = [of(lengths[sample]) for sample in question.of]
     longest = max(map(len, rows))
@@ -73,7 +73,7 @@ N_STEPS = 32
 """Points along the path of integrated gradients."""
 
 MOST_STATES = {"cuda": 128, "cpu": 8}
-"""Points of the paths of all samples at a time, each with its graph."""
+"""Points of the paths of all samples at a time; each keeps its own autograd graph."""
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def integrated(question: Question) -> Scored:
 
 
 _EXPLAINS = {"explains": True}
-"""Says that the target is explained, under that name."""
+"""The note of a map that explains its target."""
 
 
 def integrated_gradients(recording: Recording, question: Question, layer: list[int], n_steps: int = N_STEPS) -> Tensor:
@@ -130,7 +130,7 @@ def integrated_gradients(recording: Recording, question: Question, layer: list[i
 
     Args:
         recording: The recording of one sample or several; the path ends at their states.
-        question: What the rows explain.
+        question: The question, with the targets of the rows.
         layer: Rows, at most one per sample.
         n_steps: Points of the path.
     """
@@ -161,7 +161,7 @@ def _whole(question: Question) -> Recording:
 
 
 def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[int]) -> Tensor:
-    """The gradient of what the rows explain at each state of a batch (point · sample, token, channel)."""
+    """The gradient of the rows' targets at each state of a batch (point · sample, token, channel)."""
     with torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         ends = _run(recording, x).unflatten(0, (-1, recording.n_samples))  # (point, sample, …)
@@ -170,7 +170,7 @@ def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[i
 
 
 def _run(recording: Recording, x: Tensor) -> Tensor:
-    """The model from `x` on: to the input of its unembedding, to the logits of another head, or to $X^N$."""
+    """The model from `x` on: to the input of its unembedding, to the logits of a different head, or to $X^N$."""
     origin = recording.from_model("The model's own gradient")
     anatomy, layout = origin.anatomy, origin.calls[0].layout
     inputs = {name: _repeat(value, len(x), recording.n_samples) for name, value in origin.inputs.items()}
@@ -186,7 +186,7 @@ def _run(recording: Recording, x: Tensor) -> Tensor:
 
 
 def _repeat(value: Any, n: int, n_samples: int) -> Any:
-    """What belongs to the samples, once for each of `n` states: a point of all samples after the other."""
+    """The arguments of the samples, repeated for each of `n` points: all samples of one point, then of the next."""
     if not isinstance(value, Tensor) or not value.dim() or len(value) != n_samples:
         return value
     return value.repeat(n // n_samples, *(1 for _ in value.shape[1:]))

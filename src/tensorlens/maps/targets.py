@@ -19,7 +19,7 @@ Weights = dict[int, float]
 
 
 def own_prediction(logits: Tensor) -> Tensor:
-    """(…): without a target, the class with the largest of logits (…, class) is explained."""
+    """(…): the class with the largest of logits (…, class), which is explained if there is no target."""
     return logits.argmax(-1)
 
 
@@ -28,12 +28,12 @@ class Feature:
     r"""A feature of a dictionary as a target, $w·x_i + b$ at a token: its activation wherever it is active.
 
     Attributes:
-        number: Which one.
+        number: Its number.
         block: The block that it reads.
         row: w, its row of the encoder.
         bias: b.
         component: What it decomposes: ``"feed-forward"`` or ``"attention"``.
-        reads: What it reads there: the component's output, its input, or the stream before it.
+        reads: The state it reads there: the component's output, its input, or the stream before it.
     """
 
     number: int
@@ -44,12 +44,12 @@ class Feature:
     reads: str
 
     def __str__(self) -> str:
-        """What it is called."""
+        """Its name."""
         return f"feature {self.number} of block {self.block}"
 
 
 Target = str | int | tuple[str | int, str | int] | Weights | Feature
-"""What is explained: a token or class, a pair of them for a contrast, weights by class, or a feature."""
+"""A target: a token or class, a pair of them for a contrast, weights by class, or a feature."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Classes:
 
     Attributes:
         n_classes: Number of logits.
-        tokenizer: For a language model, what turns text into ids.
+        tokenizer: For a language model, its tokenizer.
         labels: For a classifier, the names of the classes.
     """
 
@@ -75,7 +75,7 @@ class Classes:
     labels: dict[int, str] | None = None
 
     def weights(self, target: Target) -> Weights:
-        """Weights on logits: +1 for the target, and -1 for what a pair is against; or as they are given."""
+        """Weights on logits: +1 for the target, and -1 for the other of a pair; or weights as given."""
         if isinstance(target, dict):
             if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
                 raise InputError(
@@ -108,7 +108,7 @@ class Classes:
         return self._token_index(target)
 
     def name(self, index: int) -> str:
-        """What class `index` is called."""
+        """The name of class `index`."""
         if self.labels is not None:
             return str(self.labels.get(index, index))
         return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
@@ -120,7 +120,7 @@ class Classes:
         return tuple([Said(self.name(index), index, probability) for index, probability in pairs])
 
     def all_names(self) -> dict[int, str] | None:
-        """What every class is called; None where they have no names."""
+        """The names of all classes; None if they have none."""
         if self.labels is not None or self.tokenizer is None:
             return self.labels
         ids = [[index] for index in range(self.n_classes)]
@@ -129,7 +129,7 @@ class Classes:
         return dict(enumerate(names))
 
     def names(self, weights: Mapping[int, float]) -> str:
-        """How weights on logits are written: ``Paris``, ``Paris − Rome``, ``0.5·Paris + 0.5·Lyon − Rome``."""
+        """Weights on logits as text: ``Paris``, ``Paris − Rome``, ``0.5·Paris + 0.5·Lyon − Rome``."""
         terms = [
             (weight, f"{'' if abs(weight) == 1 else f'{abs(weight):.3g}·'}{self.name(i)}")
             for i, weight in weights.items()
@@ -184,13 +184,13 @@ class Classes:
 
 
 class ReadTarget(NamedTuple):
-    """What a person wrote as a target, read as weights on logits.
+    """A target as a person wrote it, read as weights on logits.
 
     Attributes:
         weights: Weights on logits by class.
-        target: What is explained, as its tokens are written.
-        against: What it is compared with; None without a contrast.
-        note: What was taken differently from how it was written; empty if nothing was.
+        target: The target, written as its tokens.
+        against: The contrast target; None without a contrast.
+        note: How the target was read, if that differs from what was written; otherwise empty.
     """
 
     weights: Weights
@@ -202,12 +202,12 @@ class ReadTarget(NamedTuple):
 def read_target(classes: Classes, target: str | int, against: str | int | None, logits: Tensor) -> ReadTarget:
     """A target as people write it: its leading space may be missing, and it may have several tokens.
 
-    “Rome” is “ Rome” where that is one token and likelier. Several tokens are the sum of their logits.
+    “Rome” is read as “ Rome” if that is one token and likelier. Several tokens are the sum of their logits.
 
     Args:
-        classes: What the model can be asked about.
+        classes: The model's classes.
         target: A token, a text of several tokens, a class label or a number.
-        against: The same for what it is compared with.
+        against: The contrast target, in the same forms.
         logits: (class,) at the output that is explained; they say which token is likelier.
 
     Raises:
@@ -247,7 +247,7 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget
 
 
 def _tokens(classes: Classes, text: str) -> list[int]:
-    """The tokens of a text; none where they do not give the text back."""
+    """The tokens of a text; empty if they do not decode to the text."""
     if getattr(classes.tokenizer, "has_labels_only", False):
         return []
     ids = classes.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -264,13 +264,13 @@ def no_head(model: str) -> MethodError:
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where a map comes from, and the names of classes.
+    """The origin of a map, and the names of classes.
 
     Attributes:
         tokens: A label for each input token.
         classes: Names of the classes, or None for a model without a head.
         meta: Model, versions and picture, for the map's `meta`.
-        out_tokens: A label for each output, if they are not those of the inputs.
+        out_tokens: A label for each output, if different from those of the inputs.
     """
 
     tokens: tuple[str, ...]

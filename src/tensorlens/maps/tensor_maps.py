@@ -19,7 +19,7 @@ from tensorlens.recording.recording import Recording
 from tensorlens.tolerances import TINY, repeated
 
 BY_COMPLETENESS = "by completeness"
-"""The note of a map whose bias share was inferred from completeness and not measured."""
+"""The note of a map whose bias share was inferred from completeness instead of measured."""
 
 TOKENS_TOGETHER = 2**14
 """Tokens of all the inputs that are pushed together."""
@@ -31,7 +31,7 @@ def not_carried(scores: Tensor, total: Tensor) -> Tensor:
 
 
 def _rounding(found: Weighed) -> dict[str, Any]:
-    """The part of the summed magnitudes that is left in the scores, with a warning if rounding may be as large."""
+    """The share of the summed magnitudes that remains in the scores; warn if rounding may be as large."""
     kept = found.kept
     noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(TINY)
     return {"kept": kept, "noise": noise}
@@ -47,7 +47,7 @@ def _bias_share(question: Question) -> Tensor:
 
 
 def _from_sink(question: Question, *, to_logits: bool) -> dict[str, Tensor]:
-    """How much of each row comes from a held attention sink; empty if none is held."""
+    """The contribution of a held attention sink to each row; empty if none is held."""
     operator = question.operator
     end = question.recording.bias_of_sinks(operator.span, operator.heads, to_logits=to_logits)
     if end is None:
@@ -116,7 +116,7 @@ def in_class_map(question: Question) -> Scored:
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, logits), {"bias": BY_COMPLETENESS}
         return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row, chosen=chosen)
-    # Without all of its heads, the model gives other logits than these.
+    # With heads left out, the model's logits would be different.
     at_zero = torch.stack([operator.logits_at_zero(i) for i in question.out_tokens])
     share = chosen.of(at_zero.gather(1, chosen.ids)) / logits
     return Scored(scores=found.scores, bias_share=share, by_row=by_row, chosen=chosen)
@@ -124,7 +124,7 @@ def in_class_map(question: Question) -> Scored:
 
 @method("tensor.contribution", "Norm of each input's contribution to the output", takes_samples=True)
 def contribution_map(question: Question) -> Scored:
-    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token that is there."""
+    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token at j."""
     if question.is_batch:
         pushed = question.operator.push_each_token(question.out_tokens)
         ends = question.at_outputs(question.recording.states[-1])
@@ -144,7 +144,7 @@ def norm_map(question: Question) -> Scored:
     r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact or sketched by random probes.
 
     Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
-    spectral is what Proposition 1 speaks of.
+    Proposition 1 is about the spectral norm.
     """
     notes: dict[str, Any] = {"norm": question.norm, "probes": question.probes}
     if question.probes is None:
@@ -163,7 +163,7 @@ def norm_map(question: Question) -> Scored:
 def _exact_norms(question: Question) -> Tensor:
     norms = frobenius_norms if question.norm == "frobenius" else spectral_norms
     if question.is_batch:
-        if question.operator.folded is None:  # each pull would take all samples with it
+        if question.operator.folded is None:  # each pull would run for all samples
             raise MethodError("The blocks cannot be folded; the rows of each sample are pulled separately.")
         return torch.cat([norms(question.operator.but(sample=k), (i,)) for k, i in enumerate(question.out_tokens)])
     return norms(question.operator, question.out_tokens)
@@ -215,13 +215,13 @@ def added_positions(recording: Recording) -> Tensor:
 
 
 def check_split(method: str, groups: Any) -> None:
-    """Refuse what has no columns that split."""
+    """Refuse questions whose columns cannot be split into words and positions."""
     if method not in SPLITS or groups is not None:
         raise InputError(f"`positions` are columns of their own of {', '.join(SPLITS)}, without groups.")
 
 
 def with_positions(made: TokenMap, question: Question) -> TokenMap:
-    """The same map with the part of each column that its position carries as a column of its own, after the words."""
+    """The same map with the position's part of each column as a column of its own, after the words."""
     alone = replace(question, weighed=added_positions(question.recording), shared={})
     places = METHODS[made.method].compute(alone).scores.to(made.scores)
     labels = tuple(f"position {j}" for j in range(len(made.in_tokens)))
@@ -234,7 +234,7 @@ def with_positions(made: TokenMap, question: Question) -> TokenMap:
 
 
 def _beside_words(recording: Recording, shift: int) -> Tensor | None:
-    """X⁰ minus the words' embeddings in a pass with the words moved on by `shift`; None if this does not exist."""
+    """X⁰ minus the word embeddings, in a pass with the words shifted by `shift`; None if this does not exist."""
     origin = recording.from_model("Finding positions")
     anatomy, layout, seen = origin.anatomy, origin.calls[0].layout, dict[str, Tensor]()
     if anatomy.embedding is None:

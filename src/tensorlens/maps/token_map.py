@@ -1,6 +1,6 @@
-"""`TokenMap`: a matrix of scores with its labels, its method and where it came from.
+"""`TokenMap`: a matrix of scores with its labels, its method and its origin.
 
-A record. Selecting, ranking, grouping and the files that can be looked at live here; the other files of this folder
+A record. Selecting, ranking, grouping and files for people are here; the other files of this folder
 compute maps, and `views` draws them.
 """
 
@@ -56,14 +56,14 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         method: name in `METHODS`.
         bias_share: the fraction of each output that comes from the bias B, negative if it works against the output;
             NaN if the method has no bias. Rows of `tensor.in_out` and `tensor.in_class` sum to (1 - bias_share) times
-            what they explain.
+            their targets.
         meta: model, target, blocks, heads, versions, rules, certificate. For pictures also
             `grid` ({"rows", "columns", "first"}) and `image`, a base64 data URI. `target`, `logit`,
             `standard_error`, `out_positions` and `sink_gives` may be lists with one entry for each output. For texts
-            `text` and `offsets`, where each input token stands in it. `causal`: whether no output sees a later input.
-            `set_aside`: the inputs that take no part in the colours. `sink`: the groups that are attention sinks.
-            `sink_gives`: how much of the bias a held attention sink gives (`Rules.sink`), in the unit of the scores.
-            `sums_to`: what to call the sum of a row. `why`: what `headline` says.
+            `text` and `offsets`, the place of each input token in it. `causal`: whether no output sees a later input.
+            `set_aside`: the inputs outside the colour scale. `sink`: the groups that are attention sinks.
+            `sink_gives`: the part of the bias from a held attention sink (`Rules.sink`), in the unit of the scores.
+            `sums_to`: the name of the sum of a row. `why`: the text of `headline`.
     """
 
     scores: TokenMatrix
@@ -154,14 +154,14 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     def group(self, groups: Groups, *, sink_beside: bool = False) -> TokenMap:
         r"""The same map with the tokens of each group as one input: columns summed.
 
-        $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: what a group contributes is the sum of what its tokens do, so that rows of
+        $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: a group contributes the sum of its tokens' contributions, so rows of
         `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the group's blocks.)
         Outputs stay tokens, since each token has its own prediction. Pieces of one character stay together.
 
         Args:
             groups: ``"words"``, ``"sentences"``, ``"lines"`` or ``"tokens"``; or a list of (label, start, stop) in
                 characters of the text, in tokens where the input was ids; or of passages to find in the text. A token
-                belongs to the group it overlaps most, the first on ties; those of no group form one named ``rest``.
+                belongs to the group it overlaps most, the first on ties; tokens of no group form one named ``rest``.
             sink_beside: Whether an attention sink is counted beside its group instead of in it: a decoder's first
                 token where it exceeds every other.
 
@@ -257,7 +257,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
     def _write_csv(self, path: Path) -> None:
         """One line per pair of output and input, for spreadsheets and data frames.
 
-        A spreadsheet would run a label that begins like a formula; such a label is written behind an apostrophe.
+        A spreadsheet would run a label that begins like a formula, so such a label gets an apostrophe in front.
         """
         outs, ins = (
             [f"'{label}" if label.startswith(_FORMULA) else label for label in labels]
@@ -316,13 +316,13 @@ def _array(tensor: Tensor) -> Any:
 
 
 def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
-    """The inputs to leave out of the colours: those asked for, or a decoder's first token where it exceeds all others.
+    """The inputs outside the colour scale: the requested ones, or a decoder's first token if it exceeds all others.
 
     The first token is an attention sink: its score says little, and hides the others.
 
     Args:
         scores: (out_token, in_token).
-        meta: The map's: `set_aside` if someone chose, `causal` if it is known.
+        meta: The map's `meta`: `set_aside` if it was chosen, `causal` if it is known.
     """
     n_out, n_in = scores.shape
     chosen = meta.get("set_aside")
@@ -339,7 +339,7 @@ def sink_columns(scores: Tensor, meta: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _is_causal(scores: Tensor, meta: Mapping[str, Any]) -> bool:
-    """As `meta` says; if it says nothing, whether nothing stands above the diagonal of a square map."""
+    """Whether the map is causal: from `meta`, otherwise whether a square map is zero above its diagonal."""
     if isinstance(meta.get("causal"), bool):
         return meta["causal"]
     is_square = scores.shape[0] == scores.shape[1] > 1

@@ -322,7 +322,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 def drop_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     """One sample without the padding before and after it.
 
-    A mask with a hole is not padding: tokens after it keep their positions, and the mask stays. So does one beside given
+    A mask with a hole is not padding: tokens after it keep their positions, and the mask stays. So does one with given
     positions, since transformers reads positions alone as several texts in a row.
     """
     arguments = dict(arguments)

@@ -132,7 +132,7 @@ def seen_part(size: tuple[int, int], processor: Any) -> Box | None:
 
     It is measured. A processed picture that gets lighter from left to right shows where each pixel came from:
     on a line $x(k) = (k + o) / R$ if the picture was scaled to $R$ pixels and cut from pixel $o$ on. A picture
-    that gets lighter downwards does the same for rows. (Both are tilted a little to average out rounding.) A black and a
+    that gets lighter downwards does so for rows. (Both are tilted a little to average out rounding.) A black and a
     white picture undo the processor's normalisation, and are equal in a border that was added; a part with a border
     goes beyond the picture.
 

@@ -25,7 +25,7 @@ from tensorlens.views.table import Table
 Measure = Literal["cosine", "dot"]
 
 BIAS = "bias"
-"""The label of the last row and the last column: what no token carries."""
+"""The label of the last row and the last column: the part that no token carries."""
 
 _PICTURES = ("a_pictures", "b_pictures", "against_pictures")
 
@@ -46,7 +46,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
     $M_{ij} = ⟨y_{a,i}, y_{b,j}⟩ / (‖y_a‖ ‖y_b‖)$, where $y_{a,i}$ is what token i of a contributes to the vector of a,
     through the whole model and its pooling. The last row and the last column are the biases.
 
-    With `against`, the columns are those of b, then those of c with the sign turned, then one of both biases; all
+    With `against`, the columns are those of b, then those of c with the opposite sign, then one of both biases; all
     entries sum to the similarity of a and b minus that of a and c.
 
     Attributes:
@@ -55,10 +55,10 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         in_tokens: A label for each column, ``bias`` last.
         measure: ``"cosine"`` with the norms held, or ``"dot"``.
         value: The similarity that the model gives, or the difference of two.
-        n_against: How many of the columns are tokens of c; they stand before the bias.
+        n_against: Number of columns that are tokens of c; they come before the bias.
         meta: `model`, `pooling`, `groups`, `rules` (with `other` and `other_rules` for a second lens), the texts as
-            `a`, `b` and `against`, and where an input is a picture, it and its patches as `a_pictures`, `b_pictures`
-            or `against_pictures`; `seen` where a picture cannot be shown.
+            `a`, `b` and `against`, and for a picture, the picture and its patches as `a_pictures`, `b_pictures`
+            or `against_pictures`; `seen` if a picture cannot be shown.
     """
 
     scores: Tensor
@@ -86,7 +86,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
             raise InputError(f"Expected at most {expected[1] - 1} columns of the third text; got {self.n_against}.")
 
     def __repr__(self) -> str:
-        """One line: what sums to what."""
+        """One line: the pairs and their sum."""
         rows, columns = self.scores.shape
         return f"PairMap({self._said_value}: {rows - 1} × {columns - 1} tokens and biases)"
 
@@ -102,7 +102,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
 
     @property
     def _sides(self) -> tuple[str, ...]:
-        """What each side is called: the rows, the columns, and those of `against`."""
+        """The names of the sides: the rows, the columns, and the columns of `against`."""
         some = tuple(zip(("first", "second", "third"), _PICTURES, strict=True))[: 3 if self.n_against else 2]
         return tuple(f"{place} {'picture' if self.meta.get(key) else 'text'}" for place, key in some)
 
@@ -161,7 +161,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         return {".html": as_page, **figure_writers(self._view), **super()._writers()}
 
     def _view(self) -> MapView:
-        """The pairs of tokens as a matrix; those with a bias are given in words, not drawn."""
+        """The pairs of tokens as a matrix; pairs with a bias are given in words, not drawn."""
         return MapView(
             scores=as_array(self.scores[:-1, :-1]),
             out_tokens=self.out_tokens[:-1],
@@ -174,7 +174,7 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
         )
 
     def payload(self) -> dict[str, Any]:
-        """What the page takes, as plain values; a number that is not finite is null."""
+        """The data of the page, as plain values; a number that is not finite is null."""
         cells = [[one if math.isfinite(one) else None for one in row] for row in self.scores.tolist()]
         return {
             "title": self.headline,

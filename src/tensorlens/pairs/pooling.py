@@ -1,18 +1,18 @@
-r"""From the states of all tokens to the vector of a text, linear with its choices held.
+r"""From the states of all tokens to the vector of a text: a linear map, with choices held.
 
 $y = P X^N$ with $y_c = Σ_t W_{tc} X^N_{tc}$: weights over tokens, the same in each channel except for ``max``, where
-each channel has the token that it chose. What follows (a dense layer) is linear with its gain held.
+each channel has the token that it chose. A dense layer after it is linear with its gain held.
 
 | pooling | W |
 |---|---|
 | ``mean`` | 1 / n on the tokens that are not masked |
 | ``cls``, ``last`` | 1 on the first, or on the last of them |
 | ``max`` | 1 on the token that is largest in a channel |
-| ``attention`` | what the model's own attention pooling after its blocks gives them |
-| ``late`` | none: every token keeps its vector, and each of a meets the token of b that is nearest to it |
+| ``attention`` | the weights of the model's own attention pooling after its blocks |
+| ``late`` | none: every token keeps its vector, and each token of a is paired with the most similar token of b |
 
-The model's own pooling is, in this order: what sentence-transformers has in ``modules.json`` beside the weights; the
-last module after the blocks that gives one vector (a pooler, a projection, an attention pooling), as it was recorded;
+The model's own pooling is, in this order: that of sentence-transformers in ``modules.json`` beside the weights; the
+last module after the blocks that returns one vector (a pooler, a projection, an attention pooling), as recorded;
 the last token of a causal model; the mean.
 """
 
@@ -35,7 +35,7 @@ from tensorlens.program.nodes import Slot, Step
 from tensorlens.recording.recording import Recording
 
 POOLINGS = ("mean", "cls", "last", "max", "attention", "late")
-"""What users may ask for by name."""
+"""Poolings by name."""
 
 MODES = {
     "mean": "mean",
@@ -69,8 +69,8 @@ class Pooling:
     """How the states of tokens become one vector.
 
     Attributes:
-        kind: How tokens are weighted; ``module`` where a module of the model does it.
-        name: What a map calls it.
+        kind: How tokens are weighted; ``module`` if a module of the model does it.
+        name: Its name in maps.
         slot: For ``module``, the slot of the vector in the program.
         projections: Dense layers after it.
         normalised: Whether the vector is divided by its norm.
@@ -102,13 +102,13 @@ class Pooling:
 
 
 def find_pooling(name: str | None, model: nn.Module, recording: Recording, modules: list[Any] | None) -> Pooling:
-    """The pooling that was asked for, or the model's own.
+    """The requested pooling, or the model's own.
 
     Args:
         name: One of `POOLINGS`, or None for the model's own.
         model: The model.
         recording: Its pass.
-        modules: Those of a `SentenceTransformer`; looked for beside the weights if None.
+        modules: The modules of a `SentenceTransformer`; if None, they are searched beside the weights.
     """
     if len(recording.slots[0]) > 1:
         raise InputError(
@@ -131,7 +131,7 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, modul
 
 
 def _of_module(recording: Recording) -> Pooling | None:
-    """The last module after the blocks that gives one vector; the logits of a classifier are none."""
+    """The last module after the blocks that returns one vector; logits of a classifier do not count."""
     end, specs = max(recording.slots[-1]), recording.program.specs
     for module in reversed(recording.modules):
         if module.slot is None or module.slot <= end or recording.pools and module.slot == recording.readout_slot:
@@ -174,7 +174,7 @@ def modules_of(encoder: Any) -> list[Module]:
 
 
 def _beside(model: nn.Module) -> list[Module]:
-    """The same from ``modules.json`` in the folder that the model was loaded from; none where there is no such file."""
+    """The same from ``modules.json`` in the model's folder; empty if there is no such file."""
     folder = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or "."))
     if str(folder) == "." or not (folder / "modules.json").is_file():
         return []

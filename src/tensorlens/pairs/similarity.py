@@ -3,8 +3,8 @@ r"""Why are two inputs similar? The pair map of their vectors, exact.
 With norms held, the vector of a text is affine in its input: $y_a = Σ_i y_{a,i} + P B$ with $y_{a,i} = P T (e_i ⊙ X)$.
 So a dot product of two is a sum over pairs, $⟨y_a, y_b⟩ = Σ_{ij} ⟨y_{a,i}, y_{b,j}⟩$, biases as one more index.
 
-The $y_{a,i}$ are one push per group of tokens. With those of one side known, the other side need not be taken apart: a
-pull of each $y_{a,i}$ gives $⟨y_{a,i}, y_{b,j}⟩$ for all j. Whatever takes fewest passes is done; so the words of a
+The $y_{a,i}$ take one push per group of tokens. Once those of one side are known, the other side need not be split: a
+pull of each $y_{a,i}$ gives $⟨y_{a,i}, y_{b,j}⟩$ for all j. The way with the fewest passes is used; so the words of a
 short query are pulled through long passages.
 """
 
@@ -30,7 +30,7 @@ from tensorlens.pairs.vectors import Vectors
 from tensorlens.views.captions import UNSEEN
 
 Encoder = tuple[Lens, list[Any] | None]
-"""A lens, and the modules after its model; None if they are to be looked for beside its weights."""
+"""A lens, and the modules after its model; if None, they are searched beside its weights."""
 
 
 @own_modes
@@ -56,12 +56,12 @@ def similarity(
             attention pooling, its weights held; ``"late"``: the sum over the tokens of a of the largest similarity with
             a token of b (the choices held); None for the model's own.
         groups: Sum the pairs over groups of tokens: ``"words"``, ``"sentences"``, ``"lines"``, or a list of passages,
-            those that stand in a for the rows and those in b for the columns; for patches of a picture
+            those found in a for the rows and those found in b for the columns; for patches of a picture
             ``{"regions": (rows, columns)}`` or ``{"regions": {"sky": (0, 0, 1, 0.5)}}`` (left, top, right and bottom as
             fractions of the whole picture), with words on a side of text.
         measure: ``"cosine"``, with the norms held, or ``"dot"``.
         against: A third input c for the columns: why is b closer to a than c is? Scores are those of a and b, then
-            those of a and c with the sign turned, and sum to the difference of the two similarities.
+            those of a and c with the opposite sign, and sum to the difference of the two similarities.
 
     Raises:
         InputError: A pooling that is not known, vectors of different widths, or a vector of norm zero.
@@ -93,8 +93,8 @@ def similarities(
         pooling: As for `similarity`.
         groups: As for `similarity`.
         measure: As for `similarity`.
-        top: The maps of only so many passages, those that are most similar, best first; ``meta["passage"]`` is the
-            place of each among `passages`. The others are recorded and not taken apart, which costs most.
+        top: Make maps only of this many passages, the most similar, best first; ``meta["passage"]`` is the
+            index of each in `passages`. The others are recorded but not split, which is the expensive part.
     """
     passages = check_iterable(passages, "passages", "texts or other inputs")
     top = None if top is None else check_whole(top, "top", 1)
@@ -104,7 +104,7 @@ def similarities(
 
 
 class _Close(msgspec.Struct, frozen=True):
-    """How similar one input is: its vector, and the similarity."""
+    """The similarity of one input, and its vector."""
 
     scores: Tensor
     value: float
@@ -112,7 +112,7 @@ class _Close(msgspec.Struct, frozen=True):
 
 
 class _Comparing(InBatches):
-    """Compares one input with others, by name, which share recordings; the options are those of `similarity`."""
+    """Compares one input with others, which share recordings; the options are those of `similarity`."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Comparing(InBatches):
                 raise InputError("Expected one input on each side, got a list. Use `similarities` for several.")
         first = _encoder(lens, "lens")
         self.encoders = encoders = (first, first if other is None else _encoder(other, "other"))
-        # A batch is worth its check from four on. With late interaction every token has a vector, too much for many.
+        # A batch is worth its check from four inputs on. With late interaction every token has a vector: too many.
         super().__init__(encoders[1][0].specimen, ["pairs"], 1 if pooling == "late" or len(others) < 4 else None)
         self.pooling, self.groups = pooling, groups
         self.measure: Measure = measure
@@ -145,11 +145,11 @@ class _Comparing(InBatches):
         self.first = self._vectors(Batch(first[0].specimen, [query]), first)
 
     def maps(self) -> list[PairMap]:
-        """The pair map with each of the others, in their order."""
+        """The pair maps with each of the others, in their order."""
         return [found["pairs"] for found in self.window(self.others)]
 
     def nearest(self, top: int) -> list[PairMap]:
-        """The pair maps with those that are most similar, best first."""
+        """The pair maps with the most similar inputs, best first."""
         self.names = ("value",)
         values = [found["value"].value for found in self.window(self.others)]
         best = sorted(range(len(values)), key=values.__getitem__, reverse=True)[:top]
@@ -158,13 +158,13 @@ class _Comparing(InBatches):
         return [replace(one, meta=one.meta | {"passage": k}) for one, k in zip(maps, best, strict=True)]
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
-        """The pair maps of a batch, or how similar each of its inputs is."""
+        """The pair maps of a batch, or the similarity of each of its inputs."""
         b = self._vectors(batch, self.encoders[1])
         made = self.compare(self.first, b) if self.names == ("pairs",) else self._closeness(self.first, b)
         return {self.names[0]: lambda: made}
 
     def make_alone(self, prepared: ModelInput) -> Results:
-        """The same of one input."""
+        """The same for one input."""
         begun = self.begin_batch(Batch(self.encoders[1][0].specimen, [prepared]))
         return {name: made()[0] for name, made in begun.items()}
 
@@ -176,14 +176,14 @@ class _Comparing(InBatches):
         """The groups of the input tokens of one sample."""
         chosen, context = self.groups, batch.context(i)
         text = context.meta.get("text")
-        if isinstance(chosen, (list, tuple)) and isinstance(text, str):  # a passage stands in one of the texts
+        if isinstance(chosen, (list, tuple)) and isinstance(text, str):  # a passage is in one of the texts
             chosen = [one for one in chosen if not isinstance(one, str) or one in text] or "tokens"
         if _are_regions(chosen) and "grid" not in context.meta:
-            chosen = "words"  # regions are those of the other side
+            chosen = "words"  # regions belong to the other side
         return find_groups("tokens" if chosen is None else chosen, context.tokens, context.meta)
 
     def _met(self, a: Vectors, b: Vectors) -> tuple[Tensor, Tensor, list[float]]:
-        """Which place of b each place of a meets (sample, place of a, channel), products of norms, and similarities."""
+        """The place of b that each place of a meets (sample, place of a, channel), products of norms, similarities."""
         if a.whole.shape[-1] != b.whole.shape[-1]:
             raise InputError(
                 f"The two sides must have vectors of the same width; {self.encoders[0][0].name} gives "
@@ -191,7 +191,7 @@ class _Comparing(InBatches):
             )
         by_norm = self.measure == "cosine"
         first, second = a.whole / a.norms(by_norm), b.whole / b.norms(by_norm)
-        met = (first @ second.mT).argmax(-1)  # the place there is, or the nearest
+        met = (first @ second.mT).argmax(-1)  # the only place, or the most similar one
         meeting = met[..., None].expand(*met.shape, second.shape[-1])
         norms = a.norms(by_norm) * b.norms(by_norm).gather(1, met[..., None])
         return meeting, norms, (first * second.gather(1, meeting)).sum((1, 2)).tolist()
@@ -235,7 +235,7 @@ class _Comparing(InBatches):
 
 
 def _products(a: Vectors, b: Vectors, norms: Tensor, meeting: Tensor) -> Tensor:
-    """(sample of b, group of a + 1, group of b + 1): products of parts over norms, in the fewest passes."""
+    """(sample of b, group of a + 1, group of b + 1): products of parts divided by norms, in the fewest passes."""
     n, n_a, n_b = len(b.batch), len(a.members) + 1, len(b.members) + 1
     passes = {"both": a.n_pushes + n * b.n_pushes, "b": a.n_pushes + n * n_a, "a": n * (b.n_pushes + n_b)}
     through = min(passes, key=passes.__getitem__)
@@ -251,7 +251,7 @@ def _products(a: Vectors, b: Vectors, norms: Tensor, meeting: Tensor) -> Tensor:
 
 
 def _difference(closer: PairMap, third: PairMap) -> PairMap:
-    """Columns of b, those of c with the sign turned, and one of both biases."""
+    """Columns of b, those of c with the opposite sign, and one of both biases."""
     biases, n = closer.scores[:, -1:] - third.scores[:, -1:], len(closer.in_tokens) - 1
     shifted = [
         {**one, "places": [[place[0] + n, *place[1:]] for place in one["places"]]}
@@ -276,7 +276,7 @@ def _are_regions(groups: Groups | None) -> bool:
 
 
 def _prepared(lens: Lens, inputs: Mapping[str, Any]) -> list[ModelInput]:
-    """What the model takes of some inputs; an error says which it is about."""
+    """The model's arguments for some inputs; an error names the input."""
     found = list[ModelInput]()
     for name, one in zip(inputs, lens.specimen.prepare_all([*inputs.values()]), strict=True):
         if not isinstance(one, ModelInput):
@@ -286,7 +286,7 @@ def _prepared(lens: Lens, inputs: Mapping[str, Any]) -> list[ModelInput]:
 
 
 def _encoder(model: Any, name: str) -> Encoder:
-    """A lens, and the modules after its model where it came from a `SentenceTransformer`."""
+    """A lens, and the modules after its model if it came from a `SentenceTransformer`."""
     if isinstance(model, Lens):
         return model, None
     inner = getattr(model[0], "auto_model", None) if isinstance(model, nn.Sequential) and len(model) else None

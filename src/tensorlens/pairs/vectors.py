@@ -1,4 +1,4 @@
-"""The vectors of inputs that share one recording, taken apart by groups of tokens."""
+"""The vectors of inputs that share one recording, split by groups of tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Vectors:
         self.recording = recording = batch.recording
         self.input = recording.states[0]
         self.members = torch.zeros(max(map(len, groups)), *self.input.shape[:2], dtype=torch.bool)
-        """(group, sample, token): which tokens each group has."""
+        """(group, sample, token): the tokens of each group."""
         for i, of_sample in enumerate(groups):
             for k, group in enumerate(of_sample):
                 self.members[k, i, list(group.tokens)] = True
@@ -58,7 +58,7 @@ class Vectors:
             self.gains.append(gain)
 
     def _mask(self) -> Tensor:
-        """(sample, token): which outputs take part; all that are not padding, unless an attention mask says less."""
+        """(sample, token): the outputs that take part: all but padding, or fewer by an attention mask."""
         n_out = self.recording.states[-1].shape[1]
         mask = torch.zeros(len(self.batch), n_out, dtype=torch.bool)
         for i, one in enumerate(self.batch.prepared):
@@ -74,7 +74,7 @@ class Vectors:
         return (*(group.label for group in self.groups[i]), BIAS)
 
     def pictures(self, i: int) -> list[dict[str, Any]]:
-        """The picture that one input is, with the group and the box of each patch; none for a text."""
+        """The picture of one input, with the group and the box of each patch; empty for a text."""
         meta = self.batch.context(i).meta
         grid = meta.get("grid")
         if not isinstance(grid, dict):
@@ -85,7 +85,7 @@ class Vectors:
         return [{"image": meta.get("image"), "places": places}]
 
     def norms(self, by_norm: bool) -> Tensor:
-        """(sample, place, 1): what vectors are divided by, held."""
+        """(sample, place, 1): the held norms that vectors are divided by."""
         if not by_norm and not self.pooling.normalised:
             return torch.ones_like(self.whole[..., :1])
         norms = self.whole.norm(dim=-1, keepdim=True)
@@ -97,19 +97,19 @@ class Vectors:
 
     @property
     def n_pushes(self) -> int:
-        """How many pushes of an input its parts take."""
+        """Number of pushes for the parts of an input."""
         return 0 if "parts" in self.__dict__ else len(self.members)
 
     @cached_property
     def parts(self) -> Tensor:
-        """(group + 1, sample, place, channel): what each group gives, and last the bias."""
+        """(group + 1, sample, place, channel): the contribution of each group, and last the bias."""
         parts = self._projected(self._pushed())
         bias = self.whole - parts.sum(0) if self.bias is None else self.bias
         return torch.cat([parts, bias[None]])
 
     @cached_property
     def bias(self) -> Tensor | None:
-        """(sample, place, channel): what no token gives; None if it is what is left, so that roundings cancel."""
+        """(sample, place, channel): the bias; None if it is the remainder, so that rounding cancels."""
         if self.states.dtype is not torch.float64:
             return None
         at_zero = self._pooled(self.program.run(*self.program.zeros())[0])
@@ -179,5 +179,5 @@ class Vectors:
 
 
 def _exact(x: Tensor) -> torch.dtype:
-    """The type of sums: float64 wherever the device has it."""
+    """The type of sums: float64 if the device has it."""
     return torch.float32 if x.device.type == "mps" else torch.float64

@@ -45,11 +45,11 @@ class TensorLensAttribution(FeatureAttribution):
 
     @unset_hook
     def unhook(self, **kwargs: Any) -> None:
-        """Restore what inseq explains by default."""
+        """Restore inseq's default function."""
         self.attribution_model._default_attributed_fn_id = self._default_before
 
     def get_attribution_args(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of this method in a call of ``model.attribute``, and the others: it has `rules`."""
+        """The options of a call of ``model.attribute`` for this method, which has `rules`, and all others."""
         return {k: v for k, v in kwargs.items() if k == "rules"}, {k: v for k, v in kwargs.items() if k != "rules"}
 
     def attribute_step(

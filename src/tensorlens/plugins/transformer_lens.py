@@ -18,7 +18,7 @@ from tensorlens.recording.conventions import Rules
 
 
 class Hook(NamedTuple):
-    """Where TransformerLens keeps a component: the name of a hook, and the head or neuron there, if it is one."""
+    """TransformerLens' place of a component: the name of a hook, and the index of a head or neuron there, if any."""
 
     name: str
     part: int | None = None
@@ -103,7 +103,7 @@ def by_label(components: Any) -> dict[str, float]:
     """Scores of a `ComponentMap` over all tokens, by label, for comparison with `logit_attrs`.
 
     Args:
-        components: What ``T.components(…)`` gave; components without a label of their own are left out.
+        components: The result of ``T.components(…)``; components without a label of their own are left out.
     """
     rows = zip(components.labels, components.scores.sum(1).tolist(), strict=True)
     return {label_of(component): score for component, score in rows if component.kind in LABELS}

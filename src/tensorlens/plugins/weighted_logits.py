@@ -1,4 +1,4 @@
-r"""What plug-ins ask T for: a weighted sum of logits, $\sum_c w_c\,\mathrm{logit}_c$, by channel of the input state."""
+r"""A weighted sum of logits, $\sum_c w_c\,\mathrm{logit}_c$, by channel of the input state, for plug-ins."""
 
 from __future__ import annotations
 

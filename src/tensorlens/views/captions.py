@@ -1,4 +1,4 @@
-"""Captions: all text beside a map, in one place, for page, terminal and figures."""
+"""Captions: all text beside a map, for page, terminal and figures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row_caption_lines(meta: Mapping[str, Any], n_out: int) -> tuple[tuple[str, t
 
 
 MOST_LISTED, MOST_CHARACTERS = 12, 300
-"""How many entries of a list, and characters of a text, are printed."""
+"""Numbers of list entries, and of characters of a text, that are printed."""
 
 NOT_DERIVED = "not derived from T"
 """The text in place of a certificate for a baseline or a control."""
@@ -45,7 +45,7 @@ BIAS_UNKNOWN = "not known for this method"
 
 
 def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: int) -> str:
-    """What stands above a map: the question that it answers, or its method where it is about no target."""
+    """The title of a map: the question that it answers, or its method if it has no target."""
     if is_answer:
         against = meta.get("against")
         answer, text = str(meta.get("answer", "")), str(meta.get("text", ""))
@@ -59,7 +59,7 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
 
 
 def headline_of(meta: Mapping[str, Any], target: str) -> str:
-    """The headline of what explains a target: as an explanation says it, or else by the target's name alone."""
+    """The headline of a result about a target: that of the explanation, or else the target's name."""
     known = meta.get("why")
     if isinstance(known, Mapping) and isinstance(known.get("target"), str):
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
@@ -78,9 +78,9 @@ def why_headline(target: str, probability: float | None, against: str | None, wh
 
     Args:
         target: What is explained.
-        probability: The model's, where the target is one token or class.
-        against: What the target is compared with.
-        where: As `after` and `within` say it.
+        probability: The model's probability, if the target is one token or class.
+        against: The contrast target.
+        where: The place, as text of `after` or `within`.
     """
     chance = "" if probability is None else f" ({percent(probability)})"
     contrast = "" if against is None else f" rather than “{shorten(visible(against), 60)}”"
@@ -92,24 +92,24 @@ LAST_WORDS = 4
 
 
 def after(text: str) -> str:
-    """Where a next token stands: after the last words of what came before it."""
+    """The place of a next token: after the last words before it."""
     words = text.split()
     quoted = " ".join(words[-LAST_WORDS:])[-40:]
     return f"after “{'… ' if quoted != ' '.join(words) else ''}{visible(quoted)}”"
 
 
 def within(text: str) -> str:
-    """What a class or a masked token belongs to: the text, by its beginning."""
+    """The place of a class or a masked token: the text, by its first words."""
     return f"in “{shorten(visible(' '.join(text.split())), 60)}”"
 
 
 def percent(share: float) -> str:
-    """A probability as headlines write it."""
+    """A probability as text."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 else "below 1 %"
 
 
 def predicted(pairs: Sequence[tuple[str, float]]) -> str:
-    """What the model says, from names and probabilities, the likeliest first."""
+    """The model's predictions in one sentence, the likeliest first."""
     first, *others = (f"“{visible(name)}” ({percent(probability)})" for name, probability in pairs)
     return f"The model says {first}, then {' or '.join(others)}." if others else f"The model says {first}."
 
@@ -123,7 +123,7 @@ def badge(passed: bool, errors: Mapping[str, float]) -> str:
 
 
 def bias_line(bias_share: np.ndarray) -> tuple[tuple[str, str], ...]:
-    """How much of the outputs the biases carry, in one line for all of them; none where it is not known."""
+    """The bias share of the outputs, in one line for all of them; empty if it is not known."""
     known = bias_share[np.isfinite(bias_share)]
     if not known.size:
         return ()
@@ -144,19 +144,19 @@ def _percent(share: float) -> str:
 
 
 def is_of_tensor(method: str) -> bool:
-    """Whether a method's maps are of T itself, so that a certificate of T speaks for them."""
+    """Whether a method's maps are of T itself, so that a certificate of T applies to them."""
     return method.startswith("tensor.")
 
 
 def sum_lines(
     sums: np.ndarray, bias_share: np.ndarray, meta: Mapping[str, Any], aside: Sequence[tuple[str, np.ndarray]] = ()
 ) -> tuple[str, ...]:
-    """For each row that explains a logit, what it sums to: inputs + bias = logit.
+    """The sum of each row that explains a logit, in words: inputs + bias = logit.
 
     Args:
-        sums: (out,) the scores of each row, added up.
+        sums: (out,) the sum of the scores of each row.
         bias_share: (out,) the share of the bias.
-        meta: The map's.
+        meta: The map's `meta`.
         aside: Label and scores (out,) of each input that is outside the colour scale.
     """
     logits: Any = meta.get("logit")
@@ -192,7 +192,7 @@ def _sum_with_aside(
     aside: Sequence[tuple[str, float]],
     sink: float | None,
 ) -> str:
-    """The sum in two parts: what is in the colours, and what is not. A sink is what was measured to be one."""
+    """The sum in two parts: inputs in the colour scale, and inputs outside it. A sink is named only if measured."""
     called = "set aside" if "set_aside" in meta else "the first token"
     grouped = meta.get("grouped", "tokens")
     shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
@@ -207,7 +207,7 @@ def _sum_with_aside(
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold: a file may have others."""
+    """Whether a value is a number that a float can hold: a file may contain others."""
     return isinstance(value, float) or isinstance(value, int) and abs(value) < 1e300
 
 
@@ -274,7 +274,7 @@ def _beginning(text: Any) -> str:
 
 
 UNSEEN = "not known, so the picture is not shown: the processor does more than scale and crop it"
-"""What is said of a picture whose patches have no known place in it."""
+"""The note for a picture in which the places of the patches are not known."""
 
 
 def _part(seen: Any) -> str:
@@ -293,4 +293,4 @@ _PRINTED: dict[str, Callable[[Any], str]] = {
     "text": _beginning,
     "seen": _part,
 }
-"""How to print values that need a format of their own."""
+"""Formats for values that need one of their own."""

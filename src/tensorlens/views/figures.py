@@ -1,7 +1,7 @@
 """Figures for print with matplotlib: a heat map, a row over the text, a row over the picture.
 
-Each function returns a `Figure` that belongs to nobody else: no pyplot, no global state. Lengths
-are inches and the size is that of a paper column; all but pictures and very large maps is vector.
+Each function returns a new `Figure`, without pyplot and global state. Lengths
+are inches and the size is that of a paper column; everything but pictures and very large maps is vector.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Colouring(NamedTuple):
 
 
 def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
-    """The whole matrix: outputs down, inputs across; labels where they are readable, positions where not."""
+    """The whole matrix: outputs down, inputs across; labels if they are readable, otherwise positions."""
     _check(view)
     n_out, n_in = view.scores.shape
     size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
@@ -161,7 +161,7 @@ def write_figure(view: MapView, path: Path, kind: str) -> None:
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     import matplotlib
 
-    # Publishers refuse Type 3 fonts; the setting is matplotlib's own and global, so it is held for the write only.
+    # Publishers refuse Type 3 fonts; the setting is global in matplotlib, so it is changed only for the write.
     with _SAVING, matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "tensorlens"}):
         figure.savefig(path, format=kind, dpi=300, metadata=dates)
 
@@ -193,7 +193,7 @@ def colour_map(*, is_signed: bool) -> Any:
 
 
 def _finite(scores: np.ndarray, limit: float) -> np.ndarray:
-    """Infinities at the end of the scale; NaN stays, and is drawn as missing."""
+    """Put infinities at the end of the scale; NaN stays, and is drawn as missing."""
     return np.clip(scores, -limit, limit)
 
 
@@ -291,7 +291,7 @@ def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *
 
 
 def _heading(view: MapView, width: float) -> tuple[str, float]:
-    """What the figure is of, in lines that fit its width, and the height that they take."""
+    """The title of a figure, in lines that fit its width, and the height of these lines."""
     lines = _wrapped(view.heading, _LABEL_SIZE, width)
     return lines, _HEADING + _LINE_OF_TEXT * lines.count("\n")
 
@@ -309,7 +309,7 @@ def _wrapped(text: str, size: float, width: float) -> str:
 
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:
-    """Beside the legend: what has no colour, with a bar of its own where there is one row."""
+    """Beside the legend: the inputs without a colour, each with a bar if there is one row."""
     if not view.aside:
         return
     width, height = figure.get_size_inches()
@@ -354,7 +354,7 @@ def _thin_frame(axes: Axes) -> None:
 
 
 def _muted(picture: np.ndarray) -> np.ndarray:
-    """The picture with little colour and contrast, so that what is laid over it can be seen."""
+    """The picture with little colour and contrast, so that an overlay can be seen."""
     grey = picture.mean(axis=2, keepdims=True)
     return (0.2 * picture + 0.8 * (0.5 * grey + 125)).clip(0, 255).astype(np.uint8)
 

@@ -43,7 +43,7 @@ def visible(token: str) -> str:
     if not token.strip(" "):
         return "␣" * len(token)
     shown = "".join(_visible_character(character) for character in token)
-    # A combining mark alone would attach itself to whatever stands before it.
+    # A combining mark alone would attach itself to the character before it.
     return f"◌{shown}" if unicodedata.combining(token[0]) else shown
 
 
@@ -63,7 +63,7 @@ def shorten_inside(text: str, width: int) -> str:
 
 
 def distinct(names: Mapping[int, str], width: int) -> list[str]:
-    """Names by their place, each in at most `width` characters; where two would look the same, the place follows."""
+    """Names by their place, each in at most `width` characters; equal-looking names get their place appended."""
     short = {place: shorten_inside(name, width) for place, name in names.items()}
     behind: dict[str, set[str]] = {}
     for place, name in names.items():

@@ -35,7 +35,7 @@ _FALLBACK_TOKENS = 12
 def fragment(view: MapView) -> str:
     """The map for a notebook cell: self-contained, with its style kept apart from the page around it.
 
-    Where scripts do not run (an untrusted notebook, a preview), the strongest inputs are still there as text.
+    If scripts do not run (an untrusted notebook, a preview), the strongest inputs are still shown as text.
     """
     return _cell(_host(view))
 
@@ -49,21 +49,21 @@ def inside_page(data: dict[str, Any], title: str, *, below: Sequence[str] = ()) 
     """A complete HTML document of the inside of a model at one input.
 
     Args:
-        data: What `Inside.payload` gives.
+        data: The result of `Inside.payload`.
         title: Its title.
-        below: Paragraphs and pictures below it; what begins with a tag of a picture is one.
+        below: Paragraphs and pictures below it; a string that begins with a picture's tag is a picture.
     """
     after = [one if one.startswith("<svg") else f"<p>{as_text(one)}</p>" for one in below]
     return _document([host("inside", f"<p><strong>{as_text(title)}</strong></p>", data), *after], title)
 
 
 def pairs_page(data: dict[str, Any], title: str) -> str:
-    """A complete HTML document of a pair map, from what `PairMap.payload` gives."""
+    """A complete HTML document of a pair map, from the result of `PairMap.payload`."""
     return _document([_pairs_host(data, title)], title)
 
 
 def pairs_fragment(data: dict[str, Any], title: str) -> str:
-    """The same for a notebook cell; where scripts do not run, the question and the strongest pairs are text."""
+    """A pair map for a notebook cell; if scripts do not run, the question and the strongest pairs are shown as text."""
     return _cell(_pairs_host(data, title))
 
 
@@ -73,7 +73,7 @@ def _cell(part: str) -> str:
 
 
 def _document(parts: Sequence[str], title: str) -> str:
-    """A complete HTML document of some parts, in which our script alone may run."""
+    """A complete HTML document of some parts, in which only our script may run."""
     script = isolated(component(), "mountWaiting(document);")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
@@ -108,7 +108,7 @@ def component() -> str:
 
 
 def payload(view: MapView) -> dict[str, Any]:
-    """What `mount` takes, as plain JSON values."""
+    """The argument of `mount`, as plain JSON values."""
     bias = [float(share) if np.isfinite(share) else None for share in view.bias_share]
     grid = view.grid
     return {
@@ -132,7 +132,7 @@ def payload(view: MapView) -> dict[str, Any]:
 
 
 def _encode(view: MapView) -> dict[str, Any]:
-    """Little-endian base64: single precision while it is small, half of it in units of the limit for long maps."""
+    """Little-endian base64: single precision for small maps, half precision in units of the limit for long ones."""
     is_small = max(view.scores.shape, default=0) <= _EXACT_UP_TO
     in_range = 1e-30 < limit_of(view.scores) < 1e30
     dtype, unit = ("<f4", 1.0) if is_small and in_range else ("<f4" if is_small else "<f2", limit_of(view.scores))
@@ -146,7 +146,7 @@ def _host(view: MapView) -> str:
 
 
 def host(kind: str, fallback: str, data: dict[str, Any]) -> str:
-    """The element that a script fills: data that is never run, and what stands there where scripts do not run."""
+    """The element that a script fills: data that is never run, and the text shown if scripts do not run."""
     script = f'<script type="application/json">{as_json(data)}</script>'
     return f'<div data-tensorlens="{kind}">\n{fallback}\n{script}\n</div>'
 
@@ -175,7 +175,7 @@ def as_json(value: Any) -> str:
 
 
 def as_text(value: str) -> str:
-    """Text that can stand in markup."""
+    """Text escaped for markup."""
     return html.escape(visible(value))
 
 
@@ -195,7 +195,7 @@ def curve_svg(points: Sequence[tuple[float, float]], labels: Sequence[str]) -> s
 
     Args:
         points: In the order of their shares.
-        labels: What stands below each.
+        labels: The text below each point.
     """
     values = [f for _, f in points]
     low, high = min(0.0, *values), max(1.0, *values)

@@ -1,4 +1,4 @@
-"""Records in the terminal and in notebooks: tables of text that is shown and never obeyed."""
+"""Records in the terminal and in notebooks: tables of text that is shown and never interpreted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from tensorlens.views.labels import visible
 
 WIDTH = 100
-"""Characters of a line in a notebook."""
+"""Width of a line in a notebook, in characters."""
 
 _PRE = '<pre style="white-space:pre-wrap;font-family:ui-monospace,monospace;line-height:1.35">{code}</pre>'
 
@@ -23,12 +23,12 @@ def heading(text: str) -> Text:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> Table:
-    """Rows of text below the names of their columns.
+    """A table: rows of text below the names of their columns.
 
     Args:
         columns: Their names.
-        rows: What stands in them.
-        numbers: The columns that hold numbers, which are set to the right.
+        rows: The cells.
+        numbers: The columns of numbers, which are right-aligned.
     """
     made = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
@@ -46,14 +46,14 @@ def print_parts(parts: Iterable[RenderableType], console: Console | None) -> Non
 
 
 def as_html(show: Callable[[Console], object]) -> str:
-    """What something prints, for a notebook."""
+    """The printed text of an object, for a notebook."""
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False)
     show(console)
     return console.export_html(inline_styles=True, code_format=_PRE)
 
 
 class Printed:
-    """Shows itself in notebooks as it prints."""
+    """A mixin: notebooks show the object as it prints."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
 """`MapView`: everything a renderer may draw, as plain data; `AnswerText` and `PlacedPicture` are parts of it.
 
-The page, the terminal and the figures take this record and nothing else, so that they agree on what is signed, what is
-set aside and what the caption says. `limit` is where colours end in terminal and figures; a page finds its own, for
+The page, the terminal and the figures take only this record, so they agree on which maps are signed, which inputs are
+set aside and on the caption. `limit` is the end of the colour scale in terminal and figures; a page finds its own, for
 the rows that are shown (`static/scores.js`).
 """
 
@@ -39,17 +39,17 @@ class PatchGrid:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MapView:
-    """What is drawn: numbers, labels and caption lines; no tensor, no model.
+    """The data of a drawing: numbers, labels and caption lines; no tensor, no model.
 
     `scores` is (out, in), `bias_share` is (out,) and may be NaN; both hold floats.
     `caption` holds names and values for the whole map, `row_caption` names with one value for each output.
-    `out_positions` says which tokens of the text the outputs are, where they are not simply all of them.
+    `out_positions` holds the tokens of the text that the outputs are, if these are not simply all tokens.
     `image` is a base64 data URI of a PNG, JPEG, GIF or WebP, and needs a `grid`.
     `signed` says whether the method's scores may be below zero; None leaves it to the scores.
-    `set_aside` holds the inputs that take no part in the colours, `words` the label, first token and end of each
-    word where they are fewer than the tokens, `sums` one sentence for each output on what its row sums to.
+    `set_aside` holds the inputs outside the colour scale, `words` the label, first token and end of each
+    word if there are fewer words than tokens, `sums` one sentence per output on the sum of its row.
     `answer` holds prompt and answer as text, for a map of an answer. `sink` is the contribution of a held attention
-    sink to each output, beside the inputs. `axes` names what rows and columns are.
+    sink to each output, beside the inputs. `axes` names rows and columns.
     """
 
     scores: np.ndarray
@@ -95,12 +95,12 @@ class MapView:
 
     @property
     def limit(self) -> float:
-        """The largest finite absolute score in the colours: where they end; 1.0 when there is none above zero."""
+        """The end of the colour scale: the largest finite absolute score in it; 1.0 if none is above zero."""
         return limit_of(self.coloured)
 
     @property
     def aside(self) -> tuple[int, ...]:
-        """The inputs outside the colours: those set aside, or what is not a patch of a picture (class, registers)."""
+        """The inputs outside the colour scale: those set aside, or tokens that are not patches (class, registers)."""
         if self.grid is None or self.set_aside:
             return self.set_aside
         patches = range(self.grid.first, self.grid.first + self.grid.n_patches)
@@ -108,7 +108,7 @@ class MapView:
 
     @property
     def coloured(self) -> np.ndarray:
-        """The scores with NaN for the inputs outside the colours."""
+        """The scores, with NaN for the inputs outside the colour scale."""
         if not self.aside:
             return self.scores
         scores = self.scores.copy()
@@ -124,7 +124,7 @@ class MapView:
         return "  ·  ".join([self.title, *(known[name] for name in names if name in known)])
 
     def position(self, out_token: int) -> int:
-        """Where output `out_token` stands in the text."""
+        """The place of output `out_token` in the text."""
         return out_token if self.out_positions is None else self.out_positions[out_token]
 
 
@@ -135,7 +135,7 @@ def limit_of(scores: np.ndarray) -> float:
 
 
 def by_strength(row: np.ndarray) -> list[int]:
-    """The inputs of one row, the largest scores by size first and NaN last."""
+    """The inputs of one row, by descending size of their scores, NaN last."""
     return np.argsort(-np.nan_to_num(np.abs(row), nan=-1.0), kind="stable").tolist()
 
 
@@ -168,7 +168,7 @@ def _check_image(image: str, grid: PatchGrid | None) -> None:
 
 _DATA_URI = r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]*"
 IMAGE = re.compile(_DATA_URI)
-"""What a page may show: a picture inside of it, never an address."""
+"""The image sources that a page may show: pictures inside the page, never an address."""
 
 Part = Annotated[float, Meta(ge=0, le=1.0001)]
 Place = tuple[Annotated[int, Meta(ge=0)], Part, Part, Part, Part]
@@ -196,7 +196,7 @@ class PlacedPicture:
 
 
 def placed_pictures(value: Any, n_inputs: int) -> tuple[PlacedPicture, ...]:
-    """Pictures from the `meta` of a map; none if anything of them is damaged."""
+    """Pictures from the `meta` of a map; none if any part is damaged."""
     found = checked(value, tuple[PlacedPicture, ...]) or ()
     return found if all(place[0] < n_inputs for one in found for place in one.places) else ()
 
@@ -206,20 +206,20 @@ def placed_pictures(value: Any, n_inputs: int) -> tuple[PlacedPicture, ...]:
 Spans = Sequence[tuple[int, int] | None]
 
 _LARGEST = 1e300
-"""No target is larger; a number in a file may be, even larger than a float can be."""
+"""Larger than any target; a number in a file may be larger still, even larger than a float can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerText:
-    """What the page of an answer shows as text. Each piece has the number of its input and output, or None.
+    """The text on the page of an answer. Each piece has the index of its input and output, or None.
 
     Attributes:
         prompt: Pieces of the prompt: text and input.
         answer: Pieces of the answer: text, output and input.
-        values: What each output's row explains, or None if rows have no exact sum.
+        values: The value of each row's target, or None if rows have no exact sum.
         bias: The contribution of the biases to each, or None.
         against: The other answer of a contrast, or None.
-        pictures: Those of the prompt, with the inputs that stand for them.
+        pictures: The pictures of the prompt, with their inputs.
     """
 
     prompt: tuple[tuple[str, int | None], ...]
@@ -234,8 +234,8 @@ def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.n
     """The text of an answer, from the `meta` of its map; None if the map is not of an answer, or the text is damaged.
 
     Args:
-        meta: `text` is prompt and answer, `offsets` where each input stands in it, `answer` the answer, `answer_parts`
-            where each output stands in that.
+        meta: `text` is prompt and answer, `offsets` the place of each input in it, `answer` the answer, `answer_parts`
+            the place of each output in the answer.
         n_out: How many outputs.
         n_in: How many inputs.
         bias_share: Bias share of each output.
@@ -262,7 +262,7 @@ def answer_text(meta: Mapping[str, Any], n_out: int, n_in: int, bias_share: np.n
 
 
 def _pieces(text: str, first: Spans, second: Spans) -> list[tuple[str, int | None, int | None]]:
-    """The text cut wherever a span begins or ends, each piece with the span of either kind that it lies in."""
+    """The text cut wherever a span begins or ends, each piece with the span of each kind that contains it."""
     bounds = sorted({0, len(text), *(bound for pair in (*first, *second) if pair for bound in pair)})
     return [(text[a:b], _holder(first, a, b), _holder(second, a, b)) for a, b in pairwise(bounds)]
 

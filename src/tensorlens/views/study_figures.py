@@ -43,7 +43,7 @@ def figure_svg(figure: Figure) -> str:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#555555")
 STYLES = tuple((colour, dashes) for dashes, colour in product(("-", "--", ":", "-."), COLOURS))
 Panel = tuple[str, str, Mapping[str, Sequence[float]]]
-"""Title, what the height is, and the heights by method, one for each point of the grid."""
+"""Title, label of the vertical axis, and values by method, one per point of the grid."""
 
 
 def perturbation_curves(panels: Sequence[Panel], grid: Sequence[float], methods: Sequence[str]) -> Figure:
@@ -52,12 +52,12 @@ def perturbation_curves(panels: Sequence[Panel], grid: Sequence[float], methods:
     Args:
         panels: At most two side by side.
         grid: Fractions of tokens replaced.
-        methods: All methods of the run, so that one has the same colour in every figure.
+        methods: All methods of the run, so that each has the same colour in every figure.
     """
     n_columns = min(2, len(panels))
     n_rows = -(-len(panels) // n_columns)
     width, height = 2.5 + 4.4 * n_columns, 3.4 * n_rows  # one panel is as wide as a page with two columns
-    figure = new_figure(width, height, None)  # a layout engine takes as long as all the rest of a small run
+    figure = new_figure(width, height, None)  # a layout engine would take as long as the rest of a small run
     right, place = 1 - 2.2 / width, {"wspace": 0.2, "hspace": 0.35}
     figure.subplots_adjust(0.6 / width, 0.5 / height, right, 1 - 0.3 / height, **place)
     every = figure.subplots(n_rows, n_columns, squeeze=False).flatten()
@@ -107,7 +107,7 @@ KIND_STYLES = {
 
 
 def error_curves(summary: dict[str, Any]) -> Figure:
-    """Error over size on log axes, one panel per kind of direction; then how large each value for the norm is."""
+    """Error over size on log axes, one panel per kind of direction; then a panel with each value for the norm."""
     kinds = summary["kinds"]
     figure = new_figure(3.4 * len(kinds) + 3.4, 3.8)
     *axes, last = figure.subplots(1, len(kinds) + 1)

@@ -1,4 +1,4 @@
-"""`Table`: numbers with names on both axes. What users hold has one, for pandas, numpy and matplotlib."""
+"""`Table`: numbers with names on both axes. Results for users have one, for pandas, numpy and matplotlib."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Table:
 
 
 class Tabular:
-    """What has a table: ``found.to_pandas()``, ``numpy.asarray(found)`` and ``found.plot(ax=ax)``."""
+    """A result with a table: ``found.to_pandas()``, ``numpy.asarray(found)`` and ``found.plot(ax=ax)``."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Tabular:
 
     @property
     def headline(self) -> str:
-        """What it answers, in one sentence."""
+        """The question that it answers, in one sentence."""
         raise NotImplementedError
 
     def to_pandas(self) -> DataFrame:
@@ -81,7 +81,7 @@ class Tabular:
 # With matplotlib: bars, or cells with their names ---------------------------------------------------------------------
 
 MOST_DRAWN = 40
-"""Rows and columns that are drawn, the strongest of them, in their order."""
+"""The rows and columns to draw: the strongest, in their order."""
 _LONGEST = 28
 _TITLE_SIZES = (10.0, 6.0)
 
@@ -109,7 +109,7 @@ def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
 
 
 def _set_title(ax: Axes, title: str) -> None:
-    """The title in lines within the figure and beside those of other axes, smaller or shorter where these are many."""
+    """The title in lines that fit the figure and leave room for other titles; smaller or shorter if there are many."""
     width, height = _room_for_title(ax)
     size, lines = _TITLE_SIZES[0], wrapped(title, _TITLE_SIZES[0], width)
     while _height(lines, size) > height and size > _TITLE_SIZES[1]:
@@ -122,8 +122,8 @@ def _set_title(ax: Axes, title: str) -> None:
 
 
 def _room_for_title(ax: Axes) -> tuple[float, float]:
-    """Width and height in inches of what is free above the axes; a layout engine makes room for it."""
-    ax.figure.figure.draw_without_rendering()  # only a layout says where the axes are
+    """Width and height in inches of the free space above the axes; a layout engine makes room for it."""
+    ax.figure.figure.draw_without_rendering()  # only a layout shows where the axes are
     page, place = ax.figure.bbox, ax.get_window_extent()
     middle = (place.x0 + place.x1) / 2
     width, height = 2 * min(middle - page.x0, page.x1 - middle), place.height / 4

@@ -36,7 +36,7 @@ def show(view: MapView, console: Console | None = None) -> None:
 
 
 def show_body(view: MapView, console: Console | None = None) -> None:
-    """Print the map and what it sums to, without its heading and provenance."""
+    """Print the map and its sums, without its heading and provenance."""
     console = console or Console(highlight=False)
     sums = [Text(f"{line[:1].upper()}{line[1:]}.") for line in view.sums[:1] if len(view.sums) == 1]
     console.print(Group(_body(view, console.width), *sums))
@@ -56,7 +56,7 @@ def _body(view: MapView, width: int) -> RenderableType:
 def _heading(view: MapView) -> Text:
     n_out, n_in = view.scores.shape
     heading = Text(visible(view.title), style="bold")
-    if view.title.startswith("Why "):  # the question says which output it is about
+    if view.title.startswith("Why "):  # the question names the output
         return heading
     outputs = (
         f"output {view.position(0)} {_label(view.out_tokens[0], 24).strip()}" if n_out == 1 else f"{n_out} outputs"
@@ -82,7 +82,7 @@ def _one_row(view: MapView) -> RenderableType:
 
 
 def _bars(view: MapView, order: Iterable[int]) -> Table:
-    """Inputs in the colours, then those outside and a sink: on the same scale, a bar that is too long broken."""
+    """Inputs in the colour scale, then inputs outside it and a sink, on one scale; a bar that is too long is broken."""
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -143,7 +143,7 @@ def _cell(score: float, view: MapView, is_aside: bool = False) -> Text:
 
 
 def _patches(row: np.ndarray, grid: PatchGrid, view: MapView) -> Text:
-    """The picture's patches as blocks, or as digits 0–9 of the largest size where there is no colour."""
+    """The picture's patches as blocks, or, without colour, as digits 0–9 relative to the largest size."""
     picture = Text(end="")
     values = row[grid.first : grid.first + grid.n_patches].reshape(grid.rows, grid.columns)
     for line in values:
@@ -157,7 +157,7 @@ def _patches(row: np.ndarray, grid: PatchGrid, view: MapView) -> Text:
 
 
 def _strongest(view: MapView) -> RenderableType:
-    """For a long map: some outputs, each with the inputs that carry most of it."""
+    """For a long map: some outputs, each with its strongest inputs."""
     n_out = len(view.out_tokens)
     shown = (
         range(n_out) if n_out <= _SUMMED_OUTPUTS else np.linspace(0, n_out - 1, _SUMMED_OUTPUTS).astype(int).tolist()

@@ -1,4 +1,4 @@
-"""`MapWidget`: a map in a notebook, and what is clicked in it, in Python; for Jupyter, VS Code, Colab and marimo."""
+"""`MapWidget`: a map in a notebook whose clicks Python can read; for Jupyter, VS Code, Colab and marimo."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Shown(Protocol):
 
 
 class MapWidget(anywidget.AnyWidget):
-    """A map that is asked again when an output or a target is chosen in it; ``widget.map`` is the one shown.
+    """A map that is recomputed when an output or a target is chosen in it; ``widget.map`` is the one shown.
 
     Attributes:
         out_token: The output that is explained; setting it here or there gives another map.
-        target: What is explained, as it was written; empty for the model's top prediction.
-        against: What it is compared with; empty for nothing.
+        target: The target as it was written; empty for the model's top prediction.
+        against: The contrast target; empty for none.
         in_token: The input that was clicked last; None before the first click. ``widget.observe(f, "in_token")``.
     """
 

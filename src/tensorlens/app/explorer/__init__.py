@@ -1,6 +1,6 @@
 """The explorer: a small web server on this machine, for one person, and the page it serves.
 
-`server` has the routes, `doors` who may ask and on which sockets, `questions` what may be asked and `Limits` how much,
+`server` has the routes, `doors` checks requests and sockets, `questions` has the valid questions, `Limits` their sizes,
 `jobs` the worker and its queue, `answers` the work, `library` what was named at start and what is kept between
 questions. The page is in `static/`; `views` draws the maps on it.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Bounds that keep one request from taking the machine.
+    """Bounds that keep one request from exhausting the machine.
 
     Attributes:
         characters: Length of a text.
@@ -21,11 +21,11 @@ class Limits:
         image_bytes: Size of an uploaded file.
         image_pixels: Size of a decoded picture.
         images: Number of uploaded pictures kept.
-        connections: Open sockets; beyond it, the one that has waited longest without a request is closed.
+        connections: Open sockets; beyond this number, the one that has been idle longest is closed.
         header_seconds: Time for the head of a request to arrive.
         seconds: Time for one question, from its start.
         upload_seconds: Time for a body to arrive.
-        body_bytes: Size of all bodies that are arriving at the same time.
+        body_bytes: Size of all bodies that arrive at the same time.
         tensors: Number of model passes kept.
         tensor_bytes: Memory of all kept passes; the newest is kept in any case.
         result_bytes: Memory of the maps kept for download.

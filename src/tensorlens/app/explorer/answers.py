@@ -1,7 +1,7 @@
-"""The work behind the routes, done in the worker's thread: a model pass per input, and what is asked of it.
+"""The work behind the routes, in the worker's thread: a model pass per input, and answers to questions about it.
 
-Maps fill row by row: rows that cost a backward pass each are computed some at a time, the last output first. So there
-is something to see at once, and a place to stop.
+Maps fill row by row: rows that cost a backward pass each are computed a few at a time, the last output first. So there
+is something to see at once, and points at which to stop.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from tensorlens.views.captions import caption_lines, is_by_output, is_of_tensor
 from tensorlens.views.page import payload
 
 INSIDE_NODES = 80
-"""Nodes of a graph: what a reader can take in, within seconds on a CPU."""
+"""Number of nodes of a graph: few enough to read, and computed within seconds on a CPU."""
 CIRCUIT_SHARES = (0.005, 0.02, 0.1, 0.3)
-"""Sizes at which a circuit is tested, beside nothing and everything; the first is drawn."""
+"""Sizes at which a circuit is tested, besides the empty and the whole one; the first is drawn."""
 ANSWERS_KEPT = 2
 
 
@@ -73,7 +73,7 @@ class Answers:
     # One question each ------------------------------------------------------------------------------------------------
 
     def open(self, job: Job, ask: OpenAsk) -> Event:
-        """Load a model and say what it takes."""
+        """Load a model and report what it takes."""
         return {"type": "done", "model": ask.model, "kind": input_kind(self._lens(job, ask.model))}
 
     def add(self, job: Job, ask: OpenAsk) -> Event:
@@ -129,13 +129,13 @@ class Answers:
         return {"type": "done", "inside": T.inside(place, target, max_nodes=INSIDE_NODES, n_whys=0).payload()}
 
     def ablate(self, job: Job, ask: AblateAsk) -> Event:
-        """The model without a component: what T predicts, and what the model does."""
+        """The model without a component: T's prediction, and the model's result."""
         T, place, target = self._looked_at(job, ask)
         job.tell("progress", stage=f"Running the model without {ask.component}", done=None)
         return {"type": "done", "ablation": T.ablate(ask.component, place, target).as_dict()}
 
     def why(self, job: Job, ask: WhyAsk) -> Event:
-        """Why a head looked there: its score over pairs of tokens and of components."""
+        """Why a head attended there: its score over pairs of tokens and of components."""
         (T, _, _), place = self._looked_at(job, ask), (ask.block, ask.head, ask.query, ask.key)
         job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}", done=None)
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
@@ -172,7 +172,7 @@ class Answers:
         return self._keep(key, msgspec.structs.replace(found, meta=found.meta | {"certificate": verdict}))
 
     def _keep(self, key: str, found: TokenMap) -> TokenMap:
-        """Keep a map for those who want it as a file."""
+        """Keep a map for download."""
         self.results.put(key, found, 8 * found.scores.numel() + 4 * len(found.meta.get("image") or ""))
         return found
 
@@ -202,7 +202,7 @@ class Answers:
         return made, False
 
     def _answer(self, job: Job, ask: AnswerAsk) -> Answer:
-        """An answer with its model pass: the one that is kept, or a new one, told while the model says it."""
+        """An answer with its model pass: the kept one, or a new one, whose text is sent while it is generated."""
         kept = self.said.get(ask.said)
         if kept is None:
             lens = self._lens(job, ask.model).with_rules(ask.rules or recommended("passage").rules)
@@ -216,17 +216,17 @@ class Answers:
 
 
 def _as_text(lens: Lens, text: str, limits: Limits) -> ModelInput:
-    """A text by its ids: given one that ends in .png, a lens would open that file."""
+    """A text as its ids: a lens would open a text that ends in .png as a file."""
     ids, offsets = _tokens(lens, text, limits)
     return replace(lens.prepare(ids), kind="text", text=text, offsets=offsets)
 
 
 class _Telling:
-    """Takes each token that `generate` adds, and tells the reader what was said so far."""
+    """Takes each token that `generate` adds, and sends the reader the text so far."""
 
     def __init__(self, job: Job, tokenizer: Any) -> None:
         self._job, self._tokenizer = job, tokenizer
-        self._ids: list[int] | None = None  # the first tokens that come are the prompt
+        self._ids: list[int] | None = None  # the first tokens are the prompt
 
     def put(self, value: Any) -> None:
         """Take a token."""
@@ -238,11 +238,11 @@ class _Telling:
         self._job.tell("said", text=self._tokenizer.decode(self._ids, skip_special_tokens=True))
 
     def end(self) -> None:
-        """Nothing is left over."""
+        """Do nothing at the end."""
 
 
 def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], Any]:
-    """The text as tokens, and where each stands in it."""
+    """The tokens of the text, and the place of each."""
     if tokenizer_of(lens.processor) is None:
         raise InputError(f"`{lens.name}` does not take text. Drop a picture instead, or choose another model.")
     ids, offsets = ids_of(lens.specimen, text, special=True)
@@ -252,7 +252,7 @@ def _tokens(lens: Lens, text: str, limits: Limits) -> tuple[list[int], Any]:
 
 
 def _about(parts: Parts, ask: Ask, asked: MapQuestion) -> Event:
-    """What the page needs to know about an input: sizes, heads, tokens, predictions."""
+    """The facts about an input that the page needs: sizes, heads, tokens, predictions."""
     T, recording = parts.whole, parts.whole.operator.recording
     chosen = asked.out_token if ask.at is None else ask.at
     out_token = default_output(T) if chosen is None else chosen
@@ -270,7 +270,7 @@ def _about(parts: Parts, ask: Ask, asked: MapQuestion) -> Event:
 
 
 def facts(found: TokenMap) -> Event:
-    """Verdict and largest error of a map's certificate, to be shown beside it, and the caption with it.
+    """Verdict and largest error of a map's certificate, and the caption with it.
 
     Only maps of T have a certificate; a saved map may hold anything in its place.
     """
@@ -293,7 +293,7 @@ ROWS_AT_A_TIME = {
     "gradient.times_input": 1,
     "gradient.integrated": 1,
 }
-"""Methods whose cost grows with the outputs asked for, and how many outputs cost little more than one.
+"""Methods whose cost grows with the number of outputs, and how many outputs cost little more than one.
 
 The others take as long for one row as for all."""
 
@@ -301,11 +301,11 @@ _QUICK, _SLOW = 0.25, 1.0
 _PREVIEW_CELLS = 400 * 400
 _PREVIEW_SECONDS = 0.7
 _SAID_ONCE = ("target", "explains")
-"""Keys of `meta` that are one text where all outputs have the same, and a list otherwise."""
+"""Keys of `meta` that are one text if it is the same for all outputs, and a list otherwise."""
 
 
 def compute_map(job: Job, T: AttentionTensor, method: str, out_token: int | None, target: Target | None) -> TokenMap:
-    """The map, row by row if that takes long, with previews told on the way."""
+    """The map, row by row if that takes long, with previews on the way."""
     job.tell("progress", stage="Computing", done=None)
     n_out, at_a_time = T.shape[0], ROWS_AT_A_TIME.get(method, T.shape[0])
     if has_one_row(T.operator.recording, method) or out_token is not None or n_out <= at_a_time:
@@ -324,7 +324,7 @@ def compute_map(job: Job, T: AttentionTensor, method: str, out_token: int | None
 
 
 def _groups(n_out: int, least: int) -> Iterator[range]:
-    """Ranges of outputs, the last ones first, each as long as takes about a moment to compute."""
+    """Ranges of outputs, the last ones first, each short enough to be computed in a moment."""
     size, stop = least, n_out
     while stop:
         group = range(max(0, stop - size), stop)

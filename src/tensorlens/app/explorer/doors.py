@@ -29,7 +29,7 @@ from tensorlens.files import to_json
 
 COOKIE = "tensorlens_token"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-"""What this machine calls itself; on these addresses no token is needed."""
+"""Names of this machine for itself; on these addresses no token is needed."""
 _log = logging.getLogger("tensorlens.explorer")
 
 _POLICY = (
@@ -60,11 +60,11 @@ def allowed_hosts(address: str) -> frozenset[str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What the guard lets through.
+    """The requests that the guard accepts.
 
     Attributes:
-        hosts: Names the server may be called by; None for any, which needs a token.
-        token: What every request must show, or None on loopback.
+        hosts: Valid names of the server; None for any name, which needs a token.
+        token: The token that every request must show; None on loopback.
     """
 
     hosts: frozenset[str] | None = LOOPBACK
@@ -89,7 +89,7 @@ class Guard:
             app = self._app if response is None else response
             await app(scope, receive, safely)
         except ClientDisconnect:
-            return  # nobody is left to answer
+            return  # the client has gone
         except Exception as error:
             if safely.has_started:
                 raise
@@ -204,7 +204,7 @@ def configuration(app: Any, limits: Limits, **more: Any) -> uvicorn.Config:
 
 
 class BoundedConnection(H11Protocol):
-    """HTTP by h11 on a socket that may not wait for ever: half a head is dropped after `Limits.header_seconds`."""
+    """HTTP by h11 with a time limit: an incomplete head is dropped after `Limits.header_seconds`."""
 
     bounds = Limits()
 
@@ -235,7 +235,7 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """The next wait begins; until its first byte, the keep-alive limit counts."""
+        """Begin the next wait; until its first byte arrives, the keep-alive limit applies."""
         self._since = self.loop.time()
         super().on_response_complete()
 

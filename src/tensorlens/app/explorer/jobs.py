@@ -1,8 +1,8 @@
-"""`Job`, one question on its way, and `Worker`, one thread that answers them in turn, since there is one device.
+"""`Job`, one question, and `Worker`, one thread that answers questions in turn, since there is one device.
 
-A job is stopped by a flag that the work looks at (`Job.check`): between outputs, and wherever long work calls
-`cancel.check`, such as before each block of the model. None of these places is in the middle of putting something back,
-so the model is left as it was found.
+A job is stopped by a flag that the work checks (`Job.check`): between outputs, and wherever long work calls
+`cancel.check`, such as before each block of the model. None of these places is in the middle of restoring state,
+so the model stays as it was.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _log = logging.getLogger("tensorlens.explorer")
 
 
 class Cancelled(BaseException):
-    """The work of a job must stop. Not an `Exception`: nothing that handles those may swallow it."""
+    """The work of a job must stop. Not an `Exception`, so that no handler of those swallows it."""
 
 
 class Busy(TensorLensError):
-    """Time is up, or too much arrives at once."""
+    """The time is up, or too much arrives at once."""
 
 
 class Job:
-    """One question: its work, and the events that nobody has read yet.
+    """One question: its work, and its unread events.
 
     Only the latest news of each kind is kept, so that a slow reader costs no memory.
 
@@ -52,7 +52,7 @@ class Job:
         self.is_over = False
 
     def tell(self, kind: str, /, **content: Any) -> None:
-        """Post news for the reader, in place of unread news of the same kind; after the end there is none."""
+        """Post news for the reader, in place of unread news of the same kind; after the end it is dropped."""
         with self._lock:
             if self.is_over:
                 return
@@ -62,7 +62,7 @@ class Job:
         self._notify()
 
     def news(self) -> list[Event]:
-        """Events since the last call, the end last. When time is up, the job has ended, whatever the work does."""
+        """Events since the last call, the end last. When the time is up, the job has ended, whatever the work does."""
         if time.monotonic() > self._deadline:
             self.tell("error", message=self._too_long())
             self.cancel()
@@ -71,12 +71,12 @@ class Job:
         return sorted(events, key=lambda event: event["type"] in _LAST)
 
     def cancel(self) -> None:
-        """Stop at the next look at the flag; a job that still waits never starts."""
+        """Stop at the next check of the flag; a job that is still queued never starts."""
         self._stop.set()
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether someone asked it to stop."""
+        """Whether it was asked to stop."""
         return self._stop.is_set()
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class Job:
     def run(self) -> None:
         """Do the work; whatever happens becomes the last event."""
         self._deadline = time.monotonic() + self._seconds
-        work, self._work = self._work, None  # free what the work refers to now, not when the reader has gone
+        work, self._work = self._work, None  # free the work's memory now, not when the reader has gone
         assert work is not None, "a job runs once"
         try:
             with cancel.checking(self.check):

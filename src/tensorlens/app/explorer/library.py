@@ -1,4 +1,4 @@
-"""`Library`, the models, saved maps and reports named at start; `Recent` and `Parts`, what is kept between questions.
+"""`Library`: the models, saved maps and reports named at start; `Recent` and `Parts`: memory between questions.
 
 Paths come from the command line only.
 """
@@ -27,7 +27,7 @@ from tensorlens.tensor import AttentionTensor
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAPS = (".json", ".safetensors")
 REPORT = "report.html"
-"""The page that every study leaves in its folder."""
+"""The page that every study writes into its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class Report:
 class Library:
     """The models, maps and reports that may be asked for, by name or number.
 
-    Models are loaded when first asked for, in the worker's thread, and stay.
+    Models are loaded on first use, in the worker's thread, and stay loaded.
 
     Attributes:
         names: Names of the models.
         load: Makes a lens from a name.
         maps: Saved maps with their titles.
         reports: Pages of studies.
-        is_recommended: Whether each question takes the rules recommended for it, and not those of the lens.
+        is_recommended: Whether each question uses the rules recommended for it instead of those of the lens.
         opened: Lenses of the models loaded so far.
     """
 
@@ -99,13 +99,13 @@ def open_library(arguments: Sequence[str], load: Callable[[str], Lens], **more: 
 
 
 def can_answer(lens: Lens) -> bool:
-    """Whether a model can say something after a text."""
+    """Whether a model can continue a text."""
     can_generate = getattr(lens.model, "can_generate", None)
     return tokenizer_of(lens.processor) is not None and callable(can_generate) and bool(can_generate())
 
 
 def input_kind(lens: Lens) -> str:
-    """What a model takes: ``text`` or ``image``."""
+    """The kind of a model's input: ``text`` or ``image``."""
     if tokenizer_of(lens.processor) is None and "pixel_values" in forward_parameters(lens.model):
         return "image"
     return "text"
@@ -133,11 +133,11 @@ class Recent(Generic[Key, Value]):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all kept values."""
         return sum(n_bytes for _, n_bytes in self._kept.values())
 
     def get(self, key: Key) -> Value | None:
-        """What is kept for `key`, now the most recent, or None."""
+        """The value for `key`, now the most recent, or None."""
         with self._lock:
             if key not in self._kept:
                 return None
@@ -145,7 +145,7 @@ class Recent(Generic[Key, Value]):
             return self._kept[key][0]
 
     def put(self, key: Key, value: Value, n_bytes: int) -> None:
-        """Keep `value`, and drop what has not been used for longest."""
+        """Keep `value`, and drop the values that were not used for longest."""
         with self._lock:
             self._kept[key] = (value, n_bytes)
             self._kept.move_to_end(key)
@@ -154,7 +154,7 @@ class Recent(Generic[Key, Value]):
 
 
 class Parts:
-    """The attention tensor of one input with its latest parts, so that each has its bias and certificate found once."""
+    """The attention tensor of one input with its latest parts, whose bias and certificate are computed only once."""
 
     def __init__(self, whole: AttentionTensor) -> None:
         self.whole = whole
@@ -184,7 +184,7 @@ class Parts:
 
 
 def _part(T: AttentionTensor, ask: Ask) -> AttentionTensor:
-    """Heads are counted from the model's first block on the page, from the first of the range in a tensor."""
+    """Convert heads: the page counts blocks from the model's first, a tensor from the first of its range."""
     start, stop = ask.blocks or (0, T.n_blocks)
     outside = [block for block in ask.heads or {} if not start <= block < stop]
     if outside:

@@ -1,4 +1,4 @@
-"""What may be asked: JSON and pictures from a stranger, checked. Nothing here is a path, or becomes one.
+"""Checked questions, from JSON and pictures that anyone may send. Nothing here is a path, or becomes one.
 
 Each question is a `msgspec` record with the fields that the page sends; `read_question` refuses everything else.
 """
@@ -21,13 +21,13 @@ from tensorlens.models.texts import check_unicode
 from tensorlens.recording.conventions import Rules
 
 Whole = Annotated[int, Meta(gt=-(2**31), lt=2**31)]
-"""A whole number that a position or an id can be; larger ones overflow further in."""
+"""A whole number for a position or an id; larger ones would overflow later."""
 Pick = Annotated[str, Meta(min_length=1, max_length=200)] | Whole
 """A token or class by its name, or by its number."""
 Heads = Annotated[dict[Whole, Annotated[list[Whole], Meta(max_length=1000)]], Meta(max_length=1000)]
 
 LONGEST_SIDE = 1024
-"""Pixels of a picture that is kept; models see a few hundred."""
+"""Pixels per side of a picture that is kept; models use a few hundred."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
@@ -37,7 +37,7 @@ class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
     def check(self, limits: Limits) -> None:
-        """Refuse what the types alone cannot.
+        """Refuse questions that the types alone accept.
 
         Raises:
             InputError: a part is missing, does not exist or is too long.
@@ -46,21 +46,21 @@ class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(OpenAsk, frozen=True, kw_only=True):
-    """A map that someone wants.
+    """A question for a map.
 
     Attributes:
         text: The text, or None.
         image: The id of an uploaded picture, or None.
         rules: A rule set by name; None for the recommended one, or the explorer's.
-        method: A name in `METHODS`, or None for the one that answers the first question a model raises.
+        method: A name in `METHODS`, or None for the default method.
         out_token: The output, or None for all of them.
-        is_one: Whether None means the one that a reader looks at first instead.
+        is_one: Whether None means the one output to look at first instead.
         target: What to explain, or None for the model's own prediction.
         against: The contrast target, or None.
         blocks: First block and the one after the last, or None for all.
         heads: Blocks and their heads, counted from the first block of the model.
-        keeps_heads: Whether only those heads are kept, or all but those.
-        at: The output whose predictions are wanted beside the map; not a part of the question itself.
+        keeps_heads: Whether to keep only those heads, or all but those.
+        at: The output whose predictions are shown beside the map; not a part of the question itself.
     """
 
     text: str | None = None
@@ -82,7 +82,7 @@ class Ask(OpenAsk, frozen=True, kw_only=True):
         return _digest(msgspec.structs.replace(self, at=None))
 
     def check(self, limits: Limits) -> None:
-        """Refuse an input, a method, rules or a target that cannot be."""
+        """Refuse an input, a method, rules or a target that do not exist."""
         super().check(limits)
         if (self.text is None) == (self.image is None):
             raise InputError("Expected a text or an image, got neither or both. Type a text or drop a picture.")
@@ -104,7 +104,7 @@ class AblateAsk(Ask, frozen=True, kw_only=True):
 
 
 class WhyAsk(Ask, frozen=True, kw_only=True):
-    """Why a head looked from one token to another: the pairs that made its attention score."""
+    """Why a head attended from one token to another: the pairs behind its attention score."""
 
     block: Whole
     head: Whole
@@ -113,7 +113,7 @@ class WhyAsk(Ask, frozen=True, kw_only=True):
 
 
 class CircuitAsk(Ask, frozen=True, kw_only=True):
-    """What carries the difference between the text of a map and another one with as many tokens."""
+    """The circuit between the text of a map and another one with as many tokens."""
 
     corrupted: str
 
@@ -126,13 +126,13 @@ class CircuitAsk(Ask, frozen=True, kw_only=True):
 
 
 class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
-    """What someone wants to know about an answer.
+    """A question about an answer.
 
     Attributes:
         prompt: The text.
-        is_chat: Whether the prompt is what a user says in a chat, to be put into the model's own template.
+        is_chat: Whether the prompt is a user's chat message, to be rendered by the model's own template.
         answer: The answer to explain, or None for the model's own.
-        max_new_tokens: How long that may become.
+        max_new_tokens: Largest number of generated tokens.
         against: Contrast answer: the map is of the answer minus this one, all of it in one row.
         groups: Parts of the prompt.
         rows: Parts of the answer.
@@ -150,7 +150,7 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """Everything that decides what was said: what one model pass is kept for."""
+        """Everything that determines the answer: the key of a kept model pass."""
         return self.model, self.prompt, self.is_chat, self.answer, self.max_new_tokens, self.rules
 
     @property
@@ -166,7 +166,7 @@ class AnswerAsk(OpenAsk, frozen=True, kw_only=True):
 
 
 class SimilarAsk(OpenAsk, frozen=True, kw_only=True):
-    """What someone wants to know about two texts.
+    """A question about two texts.
 
     Attributes:
         first: The text of the rows.
@@ -196,7 +196,7 @@ def read_question(body: bytes, kind: type[AnyQuestion], limits: Limits) -> AnyQu
         InputError: it is not JSON, or a part is missing, of the wrong kind or too long.
     """
     try:
-        document = json.loads(body)  # takes half a character, which `check_unicode` answers better than a decoder
+        document = json.loads(body)  # accepts half a character: `check_unicode` has a better error
     except (ValueError, RecursionError) as error:
         raise InputError(f"Expected a JSON document, got something else ({type(error).__name__}).") from error
     try:
@@ -233,7 +233,7 @@ def read_picture(data: bytes, limits: Limits) -> Any:
         raise missing_extra("Dropping an image", "pillow", "explore") from None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of large pictures; our own limit is lower, and refuses
+            warnings.simplefilter("ignore")  # Pillow warns of large pictures; our own limit is lower
             opened = Image.open(io.BytesIO(data), formats=_FORMATS)
         width, height = opened.size
         if width * height > limits.image_pixels:

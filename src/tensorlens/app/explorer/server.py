@@ -75,9 +75,9 @@ _QUESTIONS = {
     "tensor.contribution": "How much came from each input?",
     "tensor.norm": "What could move this output?",
 }
-"""What a method answers, as a newcomer would ask it; baselines and controls keep their names."""
+"""The question that a method answers, in plain words; baselines and controls keep their names."""
 _DOWNLOADS = (".html", ".png", ".svg", ".json", ".csv", ".safetensors")
-# A report brings its own scripts and styles; in a sandbox, it cannot reach this server.
+# A report has its own scripts and styles; in a sandbox, it cannot reach this server.
 _REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 )
@@ -95,7 +95,7 @@ def create_app(library: Library, *, access: Access | None = None, limits: Limits
 
 
 class _Explorer:
-    """The routes, and what they share."""
+    """The routes and their shared state."""
 
     def __init__(self, library: Library, limits: Limits) -> None:
         self.library, self.limits = library, limits
@@ -145,7 +145,7 @@ class _Explorer:
         return Response(script, media_type=_KINDS[".js"])
 
     async def start(self, request: Request) -> Response:
-        """What there is to choose from."""
+        """The lists to choose from: models, methods, maps and reports."""
         methods = [
             {
                 "name": name,
@@ -170,7 +170,7 @@ class _Explorer:
         )
 
     def _about(self, name: str) -> dict[str, Any]:
-        """What is known of a model before it is asked: nothing until it is loaded."""
+        """The facts about a model; empty until it is loaded."""
         lens = self.library.opened.get(name)
         if lens is None:
             return {"name": name, "kind": None, "answers": None}
@@ -261,7 +261,7 @@ class _Explorer:
         return StreamingResponse(self._lines(request, job, news), media_type="application/x-ndjson")
 
     async def _lines(self, request: Request, job: Job, news: asyncio.Event) -> AsyncIterator[str]:
-        """News as lines, with a beat in between; when the reader has gone away, the work is stopped."""
+        """News as lines, with a heartbeat in between; when the reader has gone, the work is stopped."""
         try:
             while not await request.is_disconnected():
                 news.clear()
@@ -277,7 +277,7 @@ class _Explorer:
 
 
 def _number(text: str) -> int:
-    """A number from an address; larger than any list if it is not one."""
+    """A number in an address; larger than any list if it is not a number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 10**6
 
 
@@ -290,7 +290,7 @@ def _static(name: str) -> Response:
 
 @cache
 def _files() -> dict[str, bytes]:
-    """The page's files by name: what is asked for is looked up here and never on disk."""
+    """The page's files by name: requests are looked up here and never on disk."""
     return {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in _KINDS}
 
 
