@@ -306,7 +306,7 @@ def expert_rows(recording: Recording, program: Program, block: int) -> list[Expe
 def _added_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:
     """Rows that are added to their tokens, one expert after the other in the order of their numbers."""
     experts = choice.experts.unique().tolist()
-    added = [step for step in steps if step.operation == "index_add" and _is_by_token(step)]
+    added = [one for one in steps if one.operation == "index_add" and one.args[1] == 0 and type(one.args[3]) is Slot]
     if len(added) != len(experts):
         return []
     found = []
@@ -314,10 +314,6 @@ def _added_rows(choice: Choice, steps: list[Step], program: Program) -> list[Exp
         tokens = program.constants[step.args[2].index]
         found.append(ExpertRows(expert, step.args[3].index, torch.arange(len(tokens), device=tokens.device), tokens))
     return found
-
-
-def _is_by_token(step: Step) -> bool:
-    return step.args[1] == 0 and type(step.args[3]) is Slot
 
 
 def _summed_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:

@@ -268,11 +268,6 @@ def _plain(value: Any) -> str:
     return f"“{text}”" if text != text.strip() else text
 
 
-def _beginning(text: Any) -> str:
-    """A long text is cut: its tokens are in the map."""
-    return shorten(_plain(text), MOST_CHARACTERS)
-
-
 UNSEEN = "not known, so the picture is not shown: the processor does more than scale and crop it"
 """What is said of a picture whose patches have no known place in it."""
 
@@ -290,7 +285,7 @@ def _part(seen: Any) -> str:
 _PRINTED: dict[str, Callable[[Any], str]] = {
     "certificate": _verdict,
     "blocks": _range,
-    "text": _beginning,
+    "text": lambda text: shorten(_plain(text), MOST_CHARACTERS),  # its tokens are in the map
     "seen": _part,
 }
 """How to print values that need a format of their own."""

@@ -112,7 +112,7 @@ class Guard:
 
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
         token = self._access.token
-        if token is None or any(_same(shown, token) for shown in (_bearer(headers), _cookie(headers))):
+        if token is None or _same(_cookie(headers), token):
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if scope["path"] == "/" and _same(query.pop("token", [""])[0], token):
@@ -163,11 +163,6 @@ def _name(host: str) -> str | None:
     """The host without its port and without the brackets of an IPv6 address; None if it does not have that form."""
     found = _HOST.fullmatch(host)
     return None if found is None else (found[1] or found[2]).lower()
-
-
-def _bearer(headers: Mapping[str, str]) -> str:
-    kind, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if kind.lower() == "bearer" else ""
 
 
 def _cookie(headers: Mapping[str, str]) -> str:
