@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.marks import Choice, Mixture
-from tensorlens.program.nodes import Held, Slot, Step, leaves, words
+from tensorlens.program.nodes import Slot, Step, words
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording
@@ -157,8 +157,7 @@ class Stream:
         """Whether a step multiplies by a constant that is not a weight."""
         if step is None or step.operation not in PRODUCTS:
             return False
-        held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
-        return bool(held) and not any(n in self._weights for n in held)
+        return bool(step.held) and self._weights.keys().isdisjoint(step.held)
 
     def sums(self, end: int) -> list[StreamSum] | None:
         """The sums that write to the stream, the last first; None where the parts of the block cannot be told apart.
