@@ -6,7 +6,6 @@ its parts, a recording, generation. `run` is such a call that knows where the pa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
 from tensorlens.models.module_calls import Call, Observer, module_tree, observing
+from tensorlens.models.precision import turn
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
@@ -38,9 +38,6 @@ AtModule = Callable[[Any], Any]
 
 End = Literal["output", "readout", "end", "last block"]
 """What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
-
-_turn = threading.RLock()
-"""Threads that run a model for us take turns: a pass sets modes and forwards of modules, and puts them back."""
 
 
 class _Reached(BaseException):
@@ -74,7 +71,7 @@ def running(
     if observer is not None:
         seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
     with (
-        _turn,
+        turn,
         garbage_kept(),
         in_own_precision(),
         torch.set_grad_enabled(grad),

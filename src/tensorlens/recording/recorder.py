@@ -78,7 +78,6 @@ class Recorder:
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
         self.end: tuple[int, Tensor] | None = None
-        self.birth: int | None = None
         self.last_output: Any = None
         self.prologue = Prologue()
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
@@ -164,7 +163,7 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), self.birth, Weights(self.places)),
+            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), Weights(self.places)),
         )
 
     def _head(self, readout: Tensor) -> Head | None:
@@ -268,7 +267,6 @@ class Recorder:
             layout = self._layout(state, n)
             if n == 0 and len(layout.channels) > 1 and self._has_embedded:
                 raise StartEarly  # several streams are made of one
-            self.birth = self.prologue.birth_of(state) if n == 0 else self.birth
             alike = [x for x in beside if type(x) is Tensor and x is not state and x.shape == state.shape]
             alike = [x for x in alike if torch.equal(x, value_of(state))]
             state = self._begin(state, layout)

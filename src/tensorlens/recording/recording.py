@@ -43,14 +43,12 @@ class Origin(NamedTuple):
         anatomy: Where its parts are.
         inputs: What it was called with.
         calls: How its blocks were called.
-        birth: Which torch function of a pass makes $X^0$, counted as `prologue` does; None if none was seen to.
         weights: Its weights as they were.
     """
 
     anatomy: Anatomy
     inputs: dict[str, Any]
     calls: tuple[BlockCall, ...]
-    birth: int | None
     weights: Weights
 
     @property
