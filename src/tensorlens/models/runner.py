@@ -40,7 +40,7 @@ End = Literal["output", "readout", "end", "last block"]
 """What the model returns, what its unembedding reads (or its logits), $X^N$, or what its last block gives."""
 
 
-class _Reached(BaseException):
+class Reached(BaseException):
     """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
@@ -123,7 +123,7 @@ def run(
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.state
     if ending is not None and anatomy.body_end == "" and anatomy.unembedding is None:
         ending(state_of(output))
@@ -191,20 +191,20 @@ class _Route:
         if is_last and anatomy.body_end is None:
             self._at_end(state)
         if is_last and self.to == "last block":
-            raise _Reached(state)
+            raise Reached(state)
         return output
 
     def _read(self, state: Tensor) -> None:
         if self.anatomy.body_end == "":
             self._at_end(state)
         if self.to == "readout":
-            raise _Reached(state)
+            raise Reached(state)
 
     def _at_end(self, state: Tensor) -> None:
         if self.ending is not None:
             self.ending(state)
         if self.to == "end":
-            raise _Reached(state)
+            raise Reached(state)
 
 
 def _with_first(change: AtModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

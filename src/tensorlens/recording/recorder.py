@@ -27,7 +27,7 @@ from tensorlens.models.layouts import (
     put_state,
     state_of,
 )
-from tensorlens.models.runner import own_errors, running
+from tensorlens.models.runner import Reached, own_errors, running
 from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Program
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
@@ -41,13 +41,6 @@ from tensorlens.recording.tape import Tape, recording_on
 from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
-
-
-class Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so no model catches it."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
 
 
 class StartEarly(BaseException):
