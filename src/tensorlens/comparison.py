@@ -24,7 +24,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, MethodError
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.nodes import Held, Step, leaves
+from tensorlens.program.nodes import Step
 from tensorlens.program.program import Program
 from tensorlens.records import Index, Record
 from tensorlens.tensor import AttentionTensor
@@ -191,7 +191,7 @@ def _apart(first: Program, one: Step, second: Program, other: Step) -> float:
 
 
 def _held(program: Program, step: Step) -> Sequence[Tensor]:
-    return [program.constants[leaf.index] for leaf in leaves(step.args) if type(leaf) is Held]
+    return [program.constants[n] for n in step.held]
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

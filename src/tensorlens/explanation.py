@@ -19,7 +19,7 @@ from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate
-from tensorlens.recommendations import Recommendation, recommended
+from tensorlens.recommendations import Recommendation
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor, Prediction
 from tensorlens.views.captions import badge, predicted
@@ -136,7 +136,7 @@ class Explanation(Tabular):
     def certificate(self) -> Certificate:
         """Whether the operator is exact, measured on first use; maps saved afterwards include it."""
         found = self.tensor.certificate()
-        self.map = replace(self.map, meta=self.map.meta | {"certificate": self.tensor.meta()["certificate"]})
+        self.map = replace(self.map, meta=self.map.meta | {"certificate": found.verdict})
         return found
 
     # Showing ----------------------------------------------------------------------------------------------------------
@@ -180,20 +180,7 @@ class Explanation(Tabular):
         return self.map.save(path)
 
 
-def explain(
-    look: Callable[[Rules], AttentionTensor],
-    question: str,
-    target: str | int | None,
-    against: str | int | None,
-    *,
-    tokens: bool,
-) -> Explanation:
-    """Build an explanation from a function that gives the operator under some rules."""
-    chosen = recommended(question)
-    return Explanation(_look(look, chosen.rules), chosen, target, against, tokens=tokens)
-
-
-def _look(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
+def sink_apart(look: Callable[[Rules], AttentionTensor], rules: Rules) -> AttentionTensor:
     """The operator, with an attention sink's contribution in B where it can be separated from that of the word."""
     if rules.attention == "hold":
         with suppress(InputError):  # not causal, or without tokens

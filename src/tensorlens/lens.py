@@ -14,7 +14,7 @@ from torch import nn
 from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batches import Asked, Batch, DatasetMaps, Rows
 from tensorlens.errors import InputError, check_iterable, check_whole
-from tensorlens.explanation import Explanation, explain
+from tensorlens.explanation import Explanation, sink_apart
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
@@ -23,7 +23,7 @@ from tensorlens.models.modes import own_modes
 from tensorlens.models.runner import refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.models.texts import known_processor
-from tensorlens.recommendations import Recommendation
+from tensorlens.recommendations import Recommendation, recommended
 from tensorlens.recording.conventions import Rules
 from tensorlens.specimen import Specimen
 from tensorlens.views.printing import Printed
@@ -106,11 +106,6 @@ class Lens(Printed):
     def anatomy(self) -> Anatomy:
         """Where the model's parts are, according to its module tree; an input may show something else."""
         return self.specimen.anatomy
-
-    @property
-    def pad_id(self) -> int:
-        """The token that pads the shorter texts of a batch."""
-        return self.specimen.pad_id
 
     @own_modes
     def __call__(self, value: Any) -> Any:
@@ -250,7 +245,8 @@ class Lens(Printed):
             lens = self.with_rules(replace(rules, include_final_norm=include))
             return lens.specimen.look(prepared)
 
-        return explain(look, question, target, against, tokens=tokens)
+        chosen = recommended(question)
+        return Explanation(sink_apart(look, chosen.rules), chosen, target, against, tokens=tokens)
 
     def prepare(self, value: Any) -> ModelInput:
         """The model's arguments for any input that a call accepts."""

@@ -365,15 +365,13 @@ class AttentionTensor(InsideQuestions):
 
     def meta(self) -> dict[str, Any]:
         """Provenance of a map: input, model, blocks, heads, rules, certificate."""
-        certificate = self._certified
         heads = {str(block): multiplier.nonzero()[:, 0].tolist() for block, multiplier in self.operator.heads.items()}
-        verdict = None if certificate is None else {"passed": certificate.passed, "errors": certificate.errors}
         return {
             **self.context.meta,
             "blocks": list(self.operator.span),
             "heads": heads or None,
             "rules": self.operator.recording.rules.as_dict(),
-            "certificate": verdict,
+            "certificate": None if self._certified is None else self._certified.verdict,
             **({"switched_off": list(modes_left())} if modes_left() else {}),
         }
 

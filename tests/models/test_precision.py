@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -55,25 +56,17 @@ def test_tf32_is_put_back_whatever_the_user_said(user: str) -> None:
     assert matmul_precision() in ("highest", "high", "medium", "tf32")
 
 
-def test_tf32_is_put_back_when_the_first_thread_leaves_first(user: str) -> None:
-    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
-    before = settings()
+def test_threads_that_set_it_take_turns(user: str) -> None:
+    before, seen = settings(), list[bool]()
 
-    def first() -> None:
-        with tf32(False):
-            first_is_in.set()
-            second_is_in.wait(10)
-        first_is_out.set()
+    def work(allowed: bool) -> None:
+        with tf32(allowed):
+            time.sleep(0.01)
+            seen.append(tf32_allowed() == allowed)
 
-    def second() -> None:
-        first_is_in.wait(10)
-        with tf32(False):
-            second_is_in.set()
-            first_is_out.wait(10)
-
-    threads = [threading.Thread(target=work) for work in (first, second)]
+    threads = [threading.Thread(target=work, args=(k % 2 == 0,)) for k in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert settings() == before
+    assert seen == [True] * 4 and settings() == before

@@ -21,14 +21,8 @@ from tensorlens.maps.groups import Passage
 from tensorlens.models.forward_signature import max_tokens, token_ids
 from tensorlens.models.pictures import Picture
 from tensorlens.models.runner import running
-from tensorlens.models.texts import Offsets, check_unicode, tokenised, tokenizer_of
+from tensorlens.models.texts import Offsets, check_unicode, decoded_places, tokenised, tokenizer_of
 from tensorlens.specimen import Specimen
-
-INCOMPLETE = "\ufffd"
-"""The replacement for a character with missing bytes."""
-
-WINDOW, OVERLAP = 64, 16
-"""Tokens that are decoded together to see where one ends, and how many of them the next window begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,20 +282,4 @@ def decoded(specimen: Specimen, ids: Sequence[int]) -> tuple[str, Offsets]:
         words = [f"{i} " for i in ids]
         stops = list(accumulate(map(len, words)))
         return "".join(words), tuple(zip([0, *stops[:-1]], stops, strict=True))
-    ids = list(ids)
-    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    offsets, start = [], 0
-    # Decoding every prefix whole would take time with the square of the length, so only a window is decoded. What
-    # decoding changes at its beginning (a space, a character cut in two) is the same for every end, hence `shift`.
-    first = shift = 0
-    for k in range(len(ids)):
-        if k - first == WINDOW:
-            whole = shift + len(tokenizer.decode(ids[first:k], clean_up_tokenization_spaces=False))
-            first = k - OVERLAP
-            shift = whole - len(tokenizer.decode(ids[first:k], clean_up_tokenization_spaces=False))
-        so_far = tokenizer.decode(ids[first : k + 1], clean_up_tokenization_spaces=False)
-        stop = max(start, shift + len(so_far.rstrip(INCOMPLETE)))
-        last = min(max(stop, start + 1), len(text))
-        offsets.append((start, last) if last > start else None)
-        start = stop
-    return text, tuple(offsets)
+    return decoded_places(lambda some: tokenizer.decode(some, clean_up_tokenization_spaces=False), list(ids))

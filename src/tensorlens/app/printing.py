@@ -56,7 +56,7 @@ def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
     with while_waiting("Measuring the certificate; --no-certify skips it"):
         certificate = T.certificate()
     say(f"C{badge(certificate.passed, certificate.errors)[1:]}")
-    return replace(found, meta=found.meta | {"certificate": T.meta()["certificate"]})
+    return replace(found, meta=found.meta | {"certificate": certificate.verdict})
 
 
 def show_map(found: TokenMap, say: Say, *, is_saved: bool) -> None:

@@ -232,8 +232,7 @@ class Circuit:
         if judged.selected is not None:
             share, f = judged.selected
             said.append(f"The graph shows {share:.1%} of the {self.unit}, which recover {f:.3f}.")
-        text = inside_page(graph.payload(), f"Circuit of {self.target}", below=[*said, picture])
-        return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+        return write_whole(path, inside_page(graph.payload(), f"Circuit of {self.target}", below=[*said, picture]))
 
     def show(self, k: int = 10, console: Console | None = None) -> None:
         """Print the heaviest edges or nodes; without a console, to standard output."""

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_choice, check_path, check_whole
-from tensorlens.files import to_json, write_whole
+from tensorlens.files import write_json, write_whole
 from tensorlens.maps.targets import Feature
 from tensorlens.views.printing import text_as_html
 
@@ -240,8 +240,7 @@ class Dictionary:
             },
         }
         write_whole(folder / "sae_weights.safetensors", lambda path: save_file(plain, path))
-        text = to_json(config, indent=2)
-        write_whole(folder / "cfg.json", lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(folder / "cfg.json", config)
         return folder
 
 

@@ -157,8 +157,7 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         path = check_path(path)
         if path.suffix.lower() != ".json":
             raise InputError(f"A graph for circuit-tracer is a .json file; got {path.name!r}.")
-        text = to_json(circuit_tracer_json(self))
-        return write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+        return write_whole(path, to_json(circuit_tracer_json(self)))
 
     def payload(self) -> dict[str, Any]:
         """The data of the page, as plain values."""

@@ -124,7 +124,8 @@ class _Score:
             raise InputError(f"Block {n} has heads 0 to {n_heads - 1}; got {head!r}.")
         i, keys = check_token(query, n_queries), tuple(check_token(key, n_keys) for key in keys)
         self.at_x = self.block.values_of([meeting.query, meeting.key])
-        self.affine = [score_line(self.block, meeting, Place(head, i, j)) for j in keys]
+        line = _fused if meeting.is_fused else _spelled_out
+        self.affine = [line(self.block, meeting, Place(head, i, j)) for j in keys]
         for j, one in zip(keys, self.affine, strict=True):
             if one.is_masked:
                 raise InputError(
@@ -220,7 +221,8 @@ def unit_cotangents(vector: Vector, x: Tensor) -> Tensor:
 
 
 def _chosen(recording: Recording, n: int, attention: int | None) -> tuple[int, Meeting]:
-    found, wanted = meetings_of(recording, n), attention or 0
+    meetings = [one for one in recording.meetings if one.block == n]
+    found, wanted = [one for one in meetings if one.is_fused or _ends(recording.program, one)], attention or 0
     if len(found) > 1 and not (attention is not None and wanted < len(found)):
         raise MethodError(
             f"Block {n} of `{recording.name}` has {len(found)} attention layers; pass `attention=0` to "
@@ -257,11 +259,6 @@ class ScoreLine(NamedTuple):
     is_masked: bool
 
 
-def meetings_of(recording: Recording, block: int) -> list[Meeting]:
-    """Products of queries and keys of a block that enter a softmax."""
-    return [one for one in recording.meetings if one.block == block and (one.is_fused or _ends(recording.program, one))]
-
-
 def _ends(program: Program, meeting: Meeting) -> bool:
     """Whether the input of the softmax may come from the product."""
     if meeting.end is None or meeting.slot not in program.makers:
@@ -276,15 +273,6 @@ def sizes(program: Program, meeting: Meeting) -> tuple[int, int, int]:
     return math.prod(query[:-2]), query[-2], key[-2 if meeting.is_fused else -1]
 
 
-def score_line(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
-    """The way of one product to the softmax.
-
-    Raises:
-        MethodError: the softmax's input at a place does not come from the product at that place alone.
-    """
-    return _fused(block, meeting, place) if meeting.is_fused else _spelled_out(block, meeting, place)
-
-
 def _fused(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
     query, key, mask, causal, scale, _ = fused_attention(block.recording, meeting.slot)
     added, is_masked = 0.0, causal and place.key > place.query
@@ -296,6 +284,7 @@ def _fused(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
 
 
 def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
+    """Refused if what enters the softmax at a place does not come from the product at that place alone."""
     assert meeting.end is not None, "a product that enters a softmax"
     program = _between(block.program, meeting.slot, meeting.end)
     at_x = list(block.values_of(program.inputs).values())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.marks import Choice, Mixture
-from tensorlens.program.nodes import Held, Slot, Step, leaves, words
+from tensorlens.program.nodes import Slot, Step, words
 from tensorlens.program.program import Program
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording
@@ -157,8 +157,7 @@ class Stream:
         """Whether a step multiplies by a constant that is not a weight."""
         if step is None or step.operation not in PRODUCTS:
             return False
-        held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
-        return bool(held) and not any(n in self._weights for n in held)
+        return bool(step.held) and self._weights.keys().isdisjoint(step.held)
 
     def sums(self, end: int) -> list[StreamSum] | None:
         """The sums that write to the stream, the last first; None if the parts of the block cannot be told apart.
@@ -306,7 +305,7 @@ def expert_rows(recording: Recording, program: Program, block: int) -> list[Expe
 def _added_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:
     """Rows that are added to their tokens, one expert after the other in the order of their numbers."""
     experts = choice.experts.unique().tolist()
-    added = [step for step in steps if step.operation == "index_add" and _is_by_token(step)]
+    added = [one for one in steps if one.operation == "index_add" and one.args[1] == 0 and type(one.args[3]) is Slot]
     if len(added) != len(experts):
         return []
     found = []
@@ -314,10 +313,6 @@ def _added_rows(choice: Choice, steps: list[Step], program: Program) -> list[Exp
         tokens = program.constants[step.args[2].index]
         found.append(ExpertRows(expert, step.args[3].index, torch.arange(len(tokens), device=tokens.device), tokens))
     return found
-
-
-def _is_by_token(step: Step) -> bool:
-    return step.args[1] == 0 and type(step.args[3]) is Slot
 
 
 def _summed_rows(choice: Choice, steps: list[Step], program: Program) -> list[ExpertRows]:

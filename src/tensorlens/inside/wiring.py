@@ -35,7 +35,6 @@ from tensorlens.models.layouts import replace_state, state_of
 from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import AtModule
 from tensorlens.program.marks import MOVES
-from tensorlens.program.nodes import Held, leaves
 from tensorlens.recording.conventions import Rules
 from tensorlens.tolerances import repeated
 
@@ -320,11 +319,10 @@ class _Judged:
 def _is_straight(block: Block, start: int, end: int) -> bool:
     """Whether the model itself is linear from one slot to another: without norms and held factors."""
     weights = block.program.constants.names
-    for step in block.program.part((start,), (end,)).steps:
-        held = [leaf.index for leaf in leaves(step.args) if type(leaf) is Held]
-        if step.operation not in STRAIGHT and not (step.operation == "mul" and all(n in weights for n in held)):
-            return False
-    return True
+    return all(
+        step.operation in STRAIGHT or step.operation == "mul" and all(n in weights for n in step.held)
+        for step in block.program.part((start,), (end,)).steps
+    )
 
 
 # Pairs of inputs ------------------------------------------------------------------------------------------------------

@@ -45,34 +45,22 @@ def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
     return nullcontext() if precision is None else tf32(precision == "tf32")
 
 
-class _Tf32:
-    """One setting of torch serves all threads: we count the threads inside and remember the original setting."""
-
-    lock = threading.Lock()
-    n_inside = 0
-    found = "none"
+turn = threading.RLock()
+"""Threads take turns with what belongs to the process or to a model: a setting of torch, modes, forwards of modules."""
 
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Products of float32 matrices in tf32 where the device has it, or strictly not.
-
-    With several threads inside, the last one to leave restores the setting that the first one found.
-    """
-    # Only torch's newer setting: reading the older one fails if a user has used the newer one.
+    """Products of float32 matrices in tf32 where the device has it, or strictly not."""
+    # By torch's newer setting alone: reading the older one fails where a user has used the newer.
     settings = torch.backends.cuda.matmul
-    with _Tf32.lock:
+    with turn:
         before = str(settings.fp32_precision)
-        if _Tf32.n_inside == 0:
-            _Tf32.found = before
-        _Tf32.n_inside += 1
         settings.fp32_precision = "tf32" if allowed else "ieee"
-    try:
-        yield
-    finally:
-        with _Tf32.lock:
-            _Tf32.n_inside -= 1
-            settings.fp32_precision = before if _Tf32.n_inside else _Tf32.found
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
 
 
 def tf32_allowed() -> bool:

@@ -6,7 +6,6 @@ its parts, by a recording, by generation. `run` is such a call that knows where 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
 from tensorlens.models.module_calls import Call, Observer, module_tree, observing
+from tensorlens.models.precision import turn
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
@@ -39,12 +39,9 @@ AtModule = Callable[[Any], Any]
 End = Literal["output", "readout", "end", "last block"]
 """Where to stop: at the model's output, the input of its unembedding (or its logits), $X^N$, or the last block."""
 
-_turn = threading.RLock()
-"""Threads that run a model take turns: a pass sets modes and forwards of modules, and restores them."""
 
-
-class _Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
+class Reached(BaseException):
+    """Ends a pass early. Not an `Exception`, so no model catches it."""
 
     def __init__(self, state: Tensor) -> None:
         self.state = state
@@ -74,7 +71,7 @@ def running(
     if observer is not None:
         seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
     with (
-        _turn,
+        turn,
         garbage_kept(),
         in_own_precision(),
         torch.set_grad_enabled(grad),
@@ -126,7 +123,7 @@ def run(
         try:
             with within or nullcontext():
                 output = anatomy.model(**inputs)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.state
     if to != "output" and route.n_entered < n_blocks:
         raise InputError(
@@ -200,20 +197,20 @@ class _Route:
         if is_last and anatomy.body_end is None:
             self._at_end(state)
         if is_last and self.to == "last block":
-            raise _Reached(state)
+            raise Reached(state)
         return output
 
     def _read(self, state: Tensor) -> None:
         if self.anatomy.body_end == "":
             self._at_end(state)
         if self.to == "readout":
-            raise _Reached(state)
+            raise Reached(state)
 
     def _at_end(self, state: Tensor) -> None:
         if self.ending is not None:
             self.ending(state)
         if self.to == "end":
-            raise _Reached(state)
+            raise Reached(state)
 
 
 def _with_first(change: AtModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from tensorlens.models.forward_signature import (
     vocabulary_size,
 )
 from tensorlens.models.inputs import ModelInput, as_tensor, as_tensors, drop_padding, id_arguments, make_input
-from tensorlens.models.texts import IMAGE_SUFFIXES, Offsets, tokenised, tokenizer_of
+from tensorlens.models.texts import Offsets, names_image, tokenised, tokenizer_of
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------
 
@@ -42,14 +42,16 @@ def make_inputs(
         truncate: Whether texts longer than the model's inputs are cut at their end instead of being errors.
     """
     together: dict[int, ModelInput] = {}
-    if not _has_decoder(model):
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         tokenizer = tokenizer_of(processor)
-        texts = [i for i, value in enumerate(values) if _is_text(value)] if getattr(tokenizer, "is_fast", False) else []
+        is_fast = getattr(tokenizer, "is_fast", False)
+        texts = [i for i, one in enumerate(values) if is_fast and isinstance(one, str) and one.strip()]
+        texts = [i for i in texts if not names_image(values[i])]
         longest = max_tokens(model) if truncate else None
         cut = {} if longest is None else {"truncation": True, "max_length": longest}
         made = tokenised(tokenizer, [values[i] for i in texts], **cut) if texts else []
         rows = [_Row(ids, values[i], offsets) for i, (ids, offsets) in zip(texts, made, strict=True)]
-        lists = [i for i, value in enumerate(values) if _is_list_of_ids(value)]
+        lists = [i for i, value in enumerate(values) if isinstance(value, list) and {*map(type, value)} == {int}]
         rows += [_Row(list(values[i])) for i in lists]
         together = _checked_together(dict(zip([*texts, *lists], rows, strict=True)), model)
     return [together[i] if i in together else _of_one(value, model, processor) for i, value in enumerate(values)]
@@ -64,14 +66,6 @@ class _Row:
     offsets: Offsets | None = None
 
 
-def _has_decoder(model: nn.Module) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and not value.lower().endswith(tuple(IMAGE_SUFFIXES))
-
-
 def _of_one(value: Any, model: nn.Module, processor: Any) -> ModelInput | TensorLensError:
     if isinstance(value, ModelInput):
         return value
@@ -79,10 +73,6 @@ def _of_one(value: Any, model: nn.Module, processor: Any) -> ModelInput | Tensor
         return make_input(value, model, processor)
     except TensorLensError as error:
         return error
-
-
-def _is_list_of_ids(value: Any) -> bool:
-    return isinstance(value, list) and {*map(type, value)} == {int}
 
 
 def _checked_together(rows: dict[int, _Row], model: nn.Module) -> dict[int, ModelInput]:
@@ -149,14 +139,10 @@ class Collated:
                 "or pass them to `lens.maps`."
             )
         self.arguments = _stacked(prepared, pad_id)
-        if self.is_padded and "attention_mask" in forward_parameters(model) and "attention_mask" not in names:
+        is_padded = len(set(self.lengths)) > 1
+        if is_padded and "attention_mask" in forward_parameters(model) and "attention_mask" not in names:
             places = torch.arange(max(self.lengths))[None] < torch.tensor(self.lengths)[:, None]
             self.arguments["attention_mask"] = places.long().to(next(model.parameters()).device)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether any sample is shorter than the longest."""
-        return len(set(self.lengths)) > 1
 
 
 def length_of(prepared: ModelInput) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +65,31 @@ def tokenised(
     return list(zip(made["input_ids"], places, strict=True))
 
 
+INCOMPLETE = "\ufffd"
+"""The replacement for a character with missing bytes."""
+
+WINDOW, OVERLAP = 64, 16
+"""Tokens that are decoded together to see where one ends, and how many of them the next window begins with."""
+
+
+def decoded_places(decode: Callable[[list[int]], str], ids: list[int]) -> tuple[str, Offsets]:
+    """The text of some ids, and where each token is in it; pieces of one character share a place."""
+    text, offsets, start = decode(ids), list[tuple[int, int] | None](), 0
+    # Decoding every prefix whole would take time with the square of the length, so only a window is decoded. What
+    # decoding changes at its beginning (a space, a character cut in two) is the same for every end, hence `shift`.
+    first = shift = 0
+    for k in range(len(ids)):
+        if k - first == WINDOW:
+            whole = shift + len(decode(ids[first:k]))
+            first = k - OVERLAP
+            shift = whole - len(decode(ids[first:k]))
+        stop = max(start, shift + len(decode(ids[first : k + 1]).rstrip(INCOMPLETE)))
+        last = min(max(stop, start + 1), len(text))
+        offsets.append((start, last) if last > start else None)
+        start = stop
+    return text, tuple(offsets)
+
+
 class PlainTokenizer:
     """The methods that the library needs from a tokenizer, built on `encode` and `decode`.
 
@@ -109,14 +133,8 @@ class PlainTokenizer:
 
     def _places(self, text: str, ids: list[int]) -> list[tuple[int, int]]:
         """The place of each token; pieces of one character share a place."""
-        pieces, places, at = [self.decode([i]) for i in ids], list[tuple[int, int]](), 0
-        is_plain = "".join(pieces) == text
-        for k, piece in enumerate(pieces):
-            stop = at + len(piece) if is_plain else len(commonprefix([self.decode(ids[: k + 1]), text]))
-            if stop > at:  # including pieces that waited for the rest of the character
-                places += [(at, stop)] * (k + 1 - len(places))
-                at = stop
-        return places + [(at, at)] * (len(ids) - len(places))
+        again, places = decoded_places(self.decode, ids)
+        return [place if place and len(again) == len(text) else (0, 0) for place in places]
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         """The text of some ids."""

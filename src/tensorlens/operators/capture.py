@@ -35,14 +35,14 @@ from tensorlens.models.precision import in_float64, tf32
 from tensorlens.models.runner import run
 from tensorlens.operators.laws import normal
 from tensorlens.operators.plain import as_tokens, body_end
+from tensorlens.program.marks import MOVES
 from tensorlens.program.nodes import Slot, words
 from tensorlens.program.program import Program
 from tensorlens.recording.block_calls import BlockCall
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.prologue import Reborn
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Origin, Recording, Span
-from tensorlens.trees import map_tensors, tensors_in
+from tensorlens.trees import map_tensors
 
 MOST_TOKENS = 32
 """Number of tokens that suffices to show which operations carry the input."""
@@ -168,14 +168,14 @@ def _cut(value: Tensor, length: int, n: int) -> Tensor:
 def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, float], float | None]:
     """The gap of each block and of all of them together, by the best step.
 
-    None if X⁰ cannot be set in the model: the place that makes it was not seen, or there are two.
+    None where X⁰ cannot be given to the model: there are two of it, or more than the first block reads it.
     """
     origin = short.origin
     if (
         origin is None
-        or origin.birth is None
         or short.starts_at_embedding
         or short.n_encoder_blocks
+        or _is_read_elsewhere(short.program, *short.slots[0])
         or _is_half(short.program)
     ):
         return {}, None
@@ -198,21 +198,26 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
 
 def _states(short: Recording, origin: Origin, x: Tensor) -> list[Tensor]:
     """The states of the model itself, as a function of the first state."""
-    assert origin.birth is not None, "asked where it was seen"
-    model, states = origin.model, [x]
+    states = [x]
 
-    def note(n: int, state: Tensor) -> None:
-        reborn.leave()
+    def put_in(n: int, state: Tensor) -> Tensor | None:
         if n:
             states.append(as_tokens(origin, state, n=n).clone())
+        return None if n else origin.calls[0].layout.to_native(x).clone()
 
-    def kept() -> list[Tensor]:
-        return [*model.parameters(), *model.buffers(), *tensors_in(origin.inputs)]
-
-    reborn = Reborn(origin.birth, origin.calls[0].layout.to_native(x), kept)
-    to, n_blocks = body_end(short), short.n_blocks
-    end = run(origin.anatomy, origin.inputs, to=to, n_blocks=n_blocks, entering=note, within=reborn)
+    end = run(origin.anatomy, origin.inputs, to=body_end(short), n_blocks=short.n_blocks, entering=put_in)
     return [in_float64(state) for state in (*states, as_tokens(origin, end))]
+
+
+def _is_read_elsewhere(program: Program, start: int) -> bool:
+    """Whether a state is read by more than the first block, such as by a skip to the end."""
+    same = {start}
+    for step in program.steps:
+        if step.block != 0 and not same.isdisjoint(step.slots):
+            if step.operation not in MOVES:
+                return True
+            same.add(step.out)
+    return False
 
 
 def _from_each(short: Recording, pieces: Sequence[Program], moved: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -23,7 +23,10 @@ def plain_output(recording: Recording, *, is_nudged: bool = False) -> Tensor:
     origin = recording.from_model("The value law")
 
     def nudge(n: int, state: Tensor) -> Tensor | None:
-        return _nudged(state) if is_nudged and n == 0 else None
+        if n or not is_nudged:
+            return None
+        steps = torch.arange(state.numel(), device=state.device).view(state.shape) % 2
+        return state + state * steps * torch.finfo(state.dtype).eps
 
     state = run(origin.anatomy, origin.inputs, to=body_end(recording), n_blocks=recording.n_blocks, entering=nudge)
     return as_tokens(origin, state, recording.n_samples)
@@ -37,11 +40,6 @@ def body_end(recording: Recording) -> End:
 def as_tokens(origin: Origin, state: Tensor, n_samples: int = 1, *, n: int = -1) -> Tensor:
     """The state that enters block n, or the last one, as (sample, token, channel)."""
     return state_layout(state, n, origin.anatomy.channels, origin.inputs, n_samples).to_tokens(state)
-
-
-def _nudged(state: Tensor) -> Tensor:
-    steps = torch.arange(state.numel(), device=state.device).view(state.shape) % 2
-    return state + state * steps * torch.finfo(state.dtype).eps
 
 
 def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:

@@ -28,6 +28,9 @@ from tensorlens.program.nodes import at_least_float32
 from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
 from tensorlens.views.printing import Printed
 
+MOST_STEPS = 60
+"""Lanczos steps at most."""
+
 EXTRA = 8
 """Extra vectors beside the requested ones: the last values converge with the gap to the first value left out."""
 
@@ -175,60 +178,35 @@ def largest_singular_values(matrices: Float[Tensor, "batch rows columns"]) -> Fl
 
 @own_modes
 def spectral_norm(T: TensorOperator, *, tolerance: float = SINGULAR_VALUE, seed: int = 0) -> float:
-    r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone."""
-    _check(T, "spectral_norm", tolerance)
-    return operator_norm(T, tolerance=tolerance, seed=seed).value
+    r"""$\lVert T \rVert_2$, the largest singular value of the whole operator, from products with T and Tᵀ alone.
 
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredNorm:
-    r"""An estimate of $\Vert T\Vert_2$ from below.
-
-    Attributes:
-        value: The largest singular value found.
-        change: Its relative change in the last step, a rough measure of the remaining error.
-        n_steps: Applications of T and of its adjoint.
-    """
-
-    value: float
-    change: float
-    n_steps: int
-
-
-def operator_norm(
-    operator: TensorOperator, *, max_steps: int = 60, tolerance: float = SINGULAR_VALUE, seed: int = 0
-) -> MeasuredNorm:
-    r"""$\Vert T\Vert_2$ by Lanczos steps on $T^\top T$, two passes per step, nothing of size L·D·L·D.
-
-    Every Ritz value is at most the true one, so the estimate never exceeds the norm.
+    By Lanczos steps on $T^\top T$, two passes per step. Every Ritz value is at most the true one, so the estimate never
+    exceeds the norm.
 
     Args:
-        operator: T.
-        max_steps: Steps at most.
+        T: The operator.
         tolerance: Relative change at which to stop.
         seed: Random seed for the first vector.
     """
-    if max_steps < 1:
-        raise InputError(f"`max_steps` must be at least 1; got {max_steps}.")
-    v = torch.randn(operator.shape[2:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    v = v.to(in_float64(torch.empty(0, device=operator.device)).device)
+    _check(T, "spectral_norm", tolerance)
+    v = torch.randn(T.shape[2:], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    v = v.to(in_float64(torch.empty(0, device=T.device)).device)
     basis, diagonal, beside = [v / v.norm()], [], []
-    value, change = 0.0, float("inf")
-    while len(diagonal) < max_steps:
-        w = in_float64(operator.adjoint(operator.apply(basis[-1].to(operator.device, operator.dtype))))
+    value = 0.0
+    while len(diagonal) < MOST_STEPS:
+        w = in_float64(T.adjoint(T.apply(basis[-1].to(T.device, T.dtype))))
         diagonal.append(float((w * basis[-1]).sum()))
         # Orthogonal to all earlier vectors, twice: otherwise rounding lets the top value appear again and again.
         for _ in range(2):
             stacked = torch.stack(basis)
             w = w - torch.einsum("k,kld->ld", torch.einsum("kld,ld->k", stacked, w), stacked)
-        top = _largest_ritz_value(diagonal, beside)
-        value, change = top, abs(top - value) / top if top else 0.0
+        before, value = value, _largest_ritz_value(diagonal, beside)
         length = float(w.norm())
-        if change < tolerance or length <= 1e-12 * top or not top:
+        if abs(value - before) < tolerance * value or length <= 1e-12 * value or not value:
             break
         beside.append(length)
         basis.append(w / length)
-    return MeasuredNorm(value=value, change=change, n_steps=len(diagonal))
+    return value
 
 
 def _largest_ritz_value(diagonal: list[float], beside: list[float]) -> float:

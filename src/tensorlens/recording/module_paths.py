@@ -138,7 +138,8 @@ class ModuleCalls:
         elif state is not None and found_in(args, kwargs):
             self.outputs.append(ModuleOutput(name, None))
         if len(args) > 1 and self.run.block is not None:
-            chosen = next((x for x in args[1:] if _is_choice(x)), None)
+            given = (x for x in args[1:] if isinstance(x, Tensor) and x.dim() == 2)
+            chosen = next((x for x in given if x.dtype in (torch.int64, torch.int32)), None)
             if chosen is not None:
                 self.choices.append(Choice(self.run.block, name, raw(Tensor.clone, chosen)))
 
@@ -156,11 +157,6 @@ class ModuleCalls:
             return call(module, *args, **kwargs)
         with forward_replaced(module, forward):
             return call(module, *args, **kwargs)
-
-
-def _is_choice(value: Any) -> bool:
-    """Whether an argument may be the numbers of experts, (token, choice)."""
-    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
 
 
 class Weights:

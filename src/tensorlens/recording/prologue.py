@@ -7,17 +7,14 @@ are therefore noted, and those that took the state are run again once it is live
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from tensorlens.recording.live import SIMPLE, Live, found_in, is_live, raw
 from tensorlens.recording.table import DESCRIBES, name_of
-from tensorlens.recording.writes import address_of
-from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
     from tensorlens.recording.tape import Tape
@@ -60,10 +57,6 @@ class Prologue(TorchFunctionMode):
             self._calls.append((func, args, kwargs, result))
         return result
 
-    def birth_of(self, state: Tensor) -> int | None:
-        """The index of the noted function that last returned a state, if any."""
-        return next((n for n in reversed(range(len(self._calls))) if self._calls[n][3] is state), None)
-
     def repeat(self, run: Tape) -> None:
         """Run the noted functions whose arguments are live by now again, and stop noting."""
         calls = list(self._calls)
@@ -83,45 +76,6 @@ class Prologue(TorchFunctionMode):
             for old, new in zip(_parts(result), _parts(again), strict=False):
                 if is_live(new) and type(old) is Tensor and _equal(new, old):
                     run.writes.borrow(old, run.slot_of(new))
-
-
-class Reborn(TorchFunctionMode):
-    """Gives a state a different value where it is made, so everything computed from it uses that value.
-
-    Args:
-        birth: The index of the noted function that makes it.
-        value: The value, in the model's own layout.
-        kept: Gives the tensors that must not be written to: the model's weights and the arguments of the pass.
-    """
-
-    def __init__(self, birth: int, value: Tensor, kept: Callable[[], Iterable[Tensor]]) -> None:
-        super().__init__()
-        self._left, self._value, self._kept = birth, value, kept
-        self._is_on = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result: Any = func(*args, **(kwargs or {}))
-        if self._left >= 0:
-            self._left -= isinstance(result, NOTED)
-            if self._left < 0:
-                # Written in place, so that views see the new value too; memory that must not change is copied first.
-                return self._value.clone() if self._must_stay(result, (args, kwargs)) else result.copy_(self._value)
-        return result
-
-    def _must_stay(self, result: Any, given: Any) -> bool:
-        """Whether a result lies in memory that is kept: then it is a view of an argument of the function."""
-        place = address_of(result)
-        return place in map(address_of, tensors_in(given)) and place in map(address_of, self._kept())
-
-    def leave(self) -> None:
-        """Stop looking, in the middle of the model's own code, unless that code has set a mode of its own by now."""
-        if self._is_on and _get_current_function_mode() is self:
-            self.__exit__(None, None, None)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._is_on:
-            self._is_on = False
-            super().__exit__(*error)
 
 
 def _parts(result: Any) -> list[Any]:

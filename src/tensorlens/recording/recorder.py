@@ -28,7 +28,7 @@ from tensorlens.models.layouts import (
     readout_layout,
     state_of,
 )
-from tensorlens.models.runner import own_errors, running
+from tensorlens.models.runner import Reached, own_errors, running
 from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Program
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
@@ -42,13 +42,6 @@ from tensorlens.recording.tape import Tape, recording_on
 from tensorlens.trees import map_tensors
 
 Forward = Callable[..., Any]
-
-
-class Reached(BaseException):
-    """Ends a pass early. Not an `Exception`, so that no model catches it."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state = state
 
 
 class StartEarly(BaseException):
@@ -79,7 +72,6 @@ class Recorder:
         self.n_encoder_blocks: int | None = None
         self.starts_at_embedding = self._has_embedded = False
         self.end: tuple[int, Tensor] | None = None
-        self.birth: int | None = None
         self.last_output: Any = None
         self.prologue = Prologue()
         self.n_calls = len(anatomy.channels) - 1 if anatomy.channels else len(anatomy.blocks)
@@ -169,7 +161,7 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), self.birth, Weights(self.places)),
+            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), Weights(self.places)),
         )
 
     def _head(self, readout: Tensor) -> Head | None:
@@ -272,8 +264,7 @@ class Recorder:
         if not is_live(state) and (n == 0 or begins_decoder):
             layout = self._layout(state, n)
             if n == 0 and len(layout.channels) > 1 and self._has_embedded:
-                raise StartEarly  # several streams were made from one
-            self.birth = self.prologue.birth_of(state) if n == 0 else self.birth
+                raise StartEarly  # several streams are made of one
             alike = [x for x in beside if type(x) is Tensor and x is not state and x.shape == state.shape]
             alike = [x for x in alike if torch.equal(x, value_of(state))]
             state = self._begin(state, layout)

@@ -44,14 +44,12 @@ class Origin(NamedTuple):
         anatomy: Where its parts are.
         inputs: The arguments it was called with.
         calls: How its blocks were called.
-        birth: The index of the torch function that makes $X^0$, counted as in `prologue`; None if it was not seen.
-        weights: Its weights at the time of the recording.
+        weights: Its weights as they were.
     """
 
     anatomy: Anatomy
     inputs: dict[str, Any]
     calls: tuple[BlockCall, ...]
-    birth: int | None
     weights: Weights
 
     @property

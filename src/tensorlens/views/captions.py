@@ -268,11 +268,6 @@ def _plain(value: Any) -> str:
     return f"“{text}”" if text != text.strip() else text
 
 
-def _beginning(text: Any) -> str:
-    """A long text is cut: its tokens are in the map."""
-    return shorten(_plain(text), MOST_CHARACTERS)
-
-
 UNSEEN = "not known, so the picture is not shown: the processor does more than scale and crop it"
 """The note for a picture in which the places of the patches are not known."""
 
@@ -290,7 +285,7 @@ def _part(seen: Any) -> str:
 _PRINTED: dict[str, Callable[[Any], str]] = {
     "certificate": _verdict,
     "blocks": _range,
-    "text": _beginning,
+    "text": lambda text: shorten(_plain(text), MOST_CHARACTERS),  # its tokens are in the map
     "seen": _part,
 }
 """Formats for values that need one of their own."""

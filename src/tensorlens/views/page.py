@@ -116,7 +116,7 @@ def payload(view: MapView) -> dict[str, Any]:
         "caption": [list(line) for line in view.caption],
         "rowCaption": [[name, list(values)] for name, values in (*view.row_caption, bias_by_output(view.bias_share))],
         "inTokens": list(view.in_tokens),
-        "outTokens": None if view.has_one_text else list(view.out_tokens),
+        "outTokens": None if view.out_tokens == view.in_tokens else list(view.out_tokens),
         "outPositions": None if view.out_positions is None else list(view.out_positions),
         "isSigned": view.is_signed,
         "setAside": list(view.aside),

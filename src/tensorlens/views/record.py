@@ -89,11 +89,6 @@ class MapView:
         return bool((self.scores < 0).any()) if self.signed is None else self.signed
 
     @property
-    def has_one_text(self) -> bool:
-        """Whether outputs and inputs are the same tokens, so that one text shows both."""
-        return self.out_tokens == self.in_tokens
-
-    @property
     def limit(self) -> float:
         """The end of the colour scale: the largest finite absolute score in it; 1.0 if none is above zero."""
         return limit_of(self.coloured)

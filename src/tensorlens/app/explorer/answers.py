@@ -167,9 +167,8 @@ class Answers:
         if found.meta.get("certificate"):
             return found
         job.tell("progress", stage="Measuring the certificate", done=None)
-        certificate = T.certificate()
-        verdict = {"passed": certificate.passed, "errors": certificate.errors}
-        return self._keep(key, msgspec.structs.replace(found, meta=found.meta | {"certificate": verdict}))
+        said = {"certificate": T.certificate().verdict}
+        return self._keep(key, msgspec.structs.replace(found, meta=found.meta | said))
 
     def _keep(self, key: str, found: TokenMap) -> TokenMap:
         """Keep a map for download."""

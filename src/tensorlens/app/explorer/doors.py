@@ -11,15 +11,12 @@ import hmac
 import logging
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlencode
 
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -108,22 +105,20 @@ class Guard:
             return _refuse(403, f"Expected a request from this page, got one from {origin[:80]!r}.")
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and scope["method"] != "GET":
             return _refuse(403, "Expected a request from this page, got one from another site.")
-        return self._without_token(scope, headers)
+        return self._without_token(Request(scope))
 
-    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+    def _without_token(self, request: Request) -> Response | None:
         token = self._access.token
-        if token is None or any(_same(shown, token) for shown in (_bearer(headers), _cookie(headers))):
+        if token is None or _same(request.cookies.get(COOKIE, ""), token):
             return None
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if scope["path"] == "/" and _same(query.pop("token", [""])[0], token):
-            rest = urlencode(query, doseq=True)
+        if request.url.path == "/" and _same(request.query_params.get("token", ""), token):
+            rest = request.url.remove_query_params("token").query
             response = RedirectResponse("/" + (f"?{rest}" if rest else ""), status_code=303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return response
         return _refuse(
             401,
-            "Expected the token of this explorer, got none or a different one. Open the address "
-            "that the explorer printed.",
+            "Expected the token of this explorer, got none or another one. Open the address that the explorer printed.",
         )
 
 
@@ -163,19 +158,6 @@ def _name(host: str) -> str | None:
     """The host without its port and without the brackets of an IPv6 address; None if it does not have that form."""
     found = _HOST.fullmatch(host)
     return None if found is None else (found[1] or found[2]).lower()
-
-
-def _bearer(headers: Mapping[str, str]) -> str:
-    kind, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if kind.lower() == "bearer" else ""
-
-
-def _cookie(headers: Mapping[str, str]) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found is not None else ""
 
 
 def _same(shown: str, token: str) -> bool:

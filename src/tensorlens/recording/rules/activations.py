@@ -52,21 +52,6 @@ def relu(z: Tensor, inplace: bool = False) -> Tensor:
     return (z > 0).to(z.dtype)
 
 
-def leaky_relu(z: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    """1 for positive z, the slope elsewhere."""
-    return torch.where(z > 0, torch.ones_like(z), negative_slope)  # of two Python numbers it would be float32
-
-
-def mish(z: Tensor, inplace: bool = False) -> Tensor:
-    r"""$\tanh(\mathrm{softplus}(z))$."""
-    return torch.tanh(torch.nn.functional.softplus(z))
-
-
-def hardswish(z: Tensor, inplace: bool = False) -> Tensor:
-    r"""$\mathrm{clip}(z + 3, 0, 6)/6$."""
-    return (z + 3).clamp(0, 6) / 6
-
-
 def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     r"""$\varphi(z)/z$ for an activation without a closed form here, $\varphi'(0)$ where z vanishes.
 
@@ -75,29 +60,22 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     tiny = 4 * torch.finfo(z.dtype).tiny
     vanishing = z.abs() < tiny
     ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
-    if z.is_cuda or vanishing.any():  # a read from a GPU would wait for it
-        ratio = torch.where(vanishing, _slope_at_zero(activation, z), ratio)
+    if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
+        ratio = torch.where(vanishing, slope_of(activation, torch.zeros_like(z)), ratio)
     return ratio
-
-
-def _slope_at_zero(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    return slope_of(activation, torch.zeros_like(z))
 
 
 CLOSED_FORMS: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu,
     "silu": silu,
     "relu": relu,
-    "leaky_relu": leaky_relu,
-    "mish": mish,
-    "hardswish": hardswish,
 }
 """Gains by the name of the torch function."""
 
 ZERO_AT_ZERO = words(
     "tanh erf elu selu celu hardtanh relu6 softsign tanhshrink hardshrink softshrink threshold _threshold prelu rrelu "
     "atan asinh sinh sin expm1 log1p round trunc floor ceil tan asin atanh erfinv fake_quantize_per_tensor_affine "
-    "fake_quantize_per_channel_affine frac fmod remainder"
+    "fake_quantize_per_channel_affine frac fmod remainder leaky_relu mish hardswish"
 )
 """Torch functions with φ(0) = 0 whose gain is taken by `quotient`."""
 

@@ -121,7 +121,6 @@ for _name, _gain in {
     "GELUActivation": activations.gelu,
     "GELUTanh": activations.gelu_tanh,
     "PytorchGELUTanh": activations.gelu_tanh,
-    "MishActivation": activations.mish,
 }.items():
     adapter(f"transformers.activations.{_name}")(_activation(_gain))
 
@@ -153,6 +152,7 @@ def gated_convolution(run: Any, module: Any, forward: Callable[..., Any], hidden
 adapter(
     "transformers.models.bloom.modeling_bloom.BloomGelu",
     "transformers.activations.ClippedGELUActivation",
+    "transformers.activations.MishActivation",
     "transformers.activations.XIELUActivation",
     "transformers.activations.ReLUSquaredActivation",
 )(_quotient_activation)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tensorlens.models.inputs import make_input
 from tensorlens.models.modes import own_modes
 from tensorlens.models.texts import IMAGE_SUFFIXES, tokenizer_of
 from tensorlens.operators.bounds import Reading, product_bound
-from tensorlens.operators.spectrum import operator_norm
+from tensorlens.operators.spectrum import spectral_norm
 from tensorlens.studies.fidelity_study.measures import (
     alternative_bounds,
     distance_to_jacobian,
@@ -143,10 +142,10 @@ def measure(lens: Lens, value: Any, options: FidelityOptions) -> dict[str, Any]:
 
 def measure_norms(T: AttentionTensor, options: FidelityOptions) -> dict[str, Any]:
     """The measured norm of T, the product bounds as logarithms, and the distance to the Jacobian."""
-    measured = operator_norm(T, seed=options.seed)
+    measured = spectral_norm(T, seed=options.seed)
     frobenius = distance_to_jacobian(T, options.n_probes, options.seed)
-    found: dict[str, Any] = {"measured": asdict(measured), "frobenius": frobenius}
-    found["stable_rank"] = (frobenius["tensor"] / measured.value) ** 2 if measured.value else 0.0
+    found: dict[str, Any] = {"measured": {"value": measured}, "frobenius": frobenius}
+    found["stable_rank"] = (frobenius["tensor"] / measured) ** 2 if measured else 0.0
     readings: tuple[Reading, ...] = ("weights", "measured", "printed")
     for reading in readings:
         try:
