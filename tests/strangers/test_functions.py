@@ -164,6 +164,7 @@ LINEAR: dict[str, Inner] = {
     "largest four": lambda z, g: z * (z >= z.topk(4, -1).values[..., -1:]),
     "largest four put back": lambda z, g: torch.zeros_like(z).scatter(-1, (best := z.topk(4, -1)).indices, best.values),
     "put where positive": lambda z, g: put(z),
+    "scattered where positive": lambda z, g: torch.zeros_like(z).masked_scatter(z > 0, z[z > 0]),
     "frequencies": lambda z, g: torch.fft.fft(z, dim=-1).real,
     "frequencies of tokens": lambda z, g: over_tokens(z),
     "turned": lambda z, g: torch.view_as_real(

@@ -46,6 +46,7 @@ def first(z: Tensor) -> Tensor:
 
 SMOOTH: dict[str, Inner] = {
     "a live weight by name": lambda z, g: F.linear(z, bias=W, weight=(g.tanh().mT @ z)[0]),
+    "a live kernel by name": lambda z, g: first(F.conv1d(first(z), weight=(g.mT @ z)[0].unsqueeze(-1))),
     "gain of a layer norm": lambda z, g: F.layer_norm(z, (N_INNER,), weight=1 + pooled(g).tanh(), bias=pooled(z)),
     "gain of an RMS norm": lambda z, g: F.rms_norm(z, (N_INNER,), pooled(g)),
     "gain of a group norm": lambda z, g: first(F.group_norm(first(z), 4, pooled(g), pooled(z))),
@@ -62,6 +63,7 @@ SMOOTH: dict[str, Inner] = {
 }
 LINEAR: dict[str, Inner] = {
     "a constant by a live weight": lambda z, g: F.linear(MATRIX, z[0]).T[None],
+    "a constant by a live kernel": lambda z, g: F.conv1d(MATRIX[None], z[0].unsqueeze(-1)),
     "whole parts of a constant": lambda z, g: z + torch.div(5.0, g, rounding_mode="floor"),
     "leaky": lambda z, g: F.leaky_relu(z, 0.1),
     "a deep copy": lambda z, g: copy.deepcopy(z.detach()) + g if not z.requires_grad else z + g,
@@ -102,8 +104,6 @@ def test_the_papers_member_holds_a_gain_like_a_factor() -> None:
     ("inner", "reason"),
     [
         (lambda z, g: first(F.prelu(first(z), pooled(g))), "second live argument"),
-        (lambda z, g: F.conv1d(MATRIX[None], z[0].unsqueeze(-1)), "convolution by a live kernel"),
-        (lambda z, g: torch.zeros_like(z).masked_scatter(z > 0, z[z > 0]), "`masked_scatter"),
         (lambda z, g: torch.func.vmap(lambda w: (z * w).tanh())(MATRIX).mean(0), "within torch.func"),
     ],
 )

@@ -150,6 +150,7 @@ def _moving(
     *,
     held: tuple[int, ...] = (),
     is_linear: bool = False,
+    share: float = 1,
 ) -> Any:
     """One result of a kernel as a step.
 
@@ -162,6 +163,7 @@ def _moving(
         part: Which of its results this is; None for its only one.
         held: Places of arguments that are held though they are live.
         is_linear: Whether it is linear in what moves, so that nothing is added.
+        share: How much of it follows what moves.
     """
     run = now.tape
     args = tuple([value_of(arg) if place in held else arg for place, arg in enumerate(args)])
@@ -176,7 +178,10 @@ def _moving(
             return value  # a kernel may also return counts and places
         raise run.refusal(f"the derivative of {name}")
     given = None if is_linear else raw(Tensor.clone, value)
-    return run.emit("derivative", value, moved, given, str(function), packed, places, at, part, is_linear)
+    arguments = (moved, given, str(function), packed, places, at, part, is_linear and share == 1)
+    if share == 1:
+        return run.emit("derivative", value, *arguments)
+    return run.emit("mul", value, run.emit("derivative", spec_of(value), *arguments), share)
 
 
 def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | None) -> bool:
@@ -191,6 +196,31 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
         )
 
     return raw(known)
+
+
+def product_by_kernel(
+    function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], factors: tuple[int, int], how: str
+) -> Any:
+    """A kernel that is linear in each of two arguments.
+
+    Args:
+        function: The kernel.
+        name: Its name in refusals.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        factors: Places of the two.
+        how: What is held where both are live, as in `calculus.WEIGHTS`, or ``"both held"``.
+    """
+    value = raw(function, *args, **kwargs)
+    if not all(is_live(args[place]) for place in factors):
+        return _moving(function, name, args, kwargs, value, is_linear=True)
+    if how == "both held":
+        return value
+    if how in ("half", "taylor"):
+        is_half = how == "half"
+        return _moving(function, name, args, kwargs, value, is_linear=is_half, share=0.5 if is_half else 1)
+    held = (factors[how == "second held"],)
+    return _moving(function, name, args, kwargs, value, held=held, is_linear=True)
 
 
 @family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")

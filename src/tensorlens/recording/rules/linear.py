@@ -393,6 +393,20 @@ def picked(x: Live, mask: Tensor) -> Any:
     return x[mask]
 
 
+@rule("masked_scatter")
+def poured(x: Any, mask: Any, source: Any) -> Any:
+    """`x` with values of a source, in their order, where a mask is true."""
+    value = raw(Tensor.masked_scatter, x, mask, source)
+    mask = raw(torch.broadcast_to, value_of(mask), value.shape)
+    n = int(raw(Tensor.sum, mask))
+    source = source.reshape(-1)[:n]
+    return now.tape.emit("put", value, _expanded_to(x, value), (mask,), source)
+
+
+def _expanded_to(x: Any, value: Tensor) -> Any:
+    return x if x.shape == value.shape else x.expand(value.shape)
+
+
 @rule("setitem")
 def assign(x: Tensor, at: Any, new: Any) -> None:
     """`x[at] = new`: linear in both."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens.program.nodes import at_least_float32
-from tensorlens.recording.calculus import by_derivative, is_same_tensor, product, scaled, tangent
+from tensorlens.recording.calculus import by_derivative, is_same_tensor, product, product_by_kernel, scaled, tangent
 from tensorlens.recording.live import (
     FOLLOWED,
     Live,
@@ -205,14 +205,16 @@ def added_product(run: Tape, function: Any, name: str, args: tuple[Any, ...], kw
     "convolution_overrideable"
 )
 def convolved(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A convolution by a kernel of fixed weights."""
+    """A convolution. If input and weight are both live, the weight is held."""
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)  # with explicit padding and strides
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     if is_live(weight):
-        if run.rules.name == "jacobian":
-            return by_derivative(run, function, name, args, kwargs)
-        raise run.refusal("convolution by a live kernel")
+        how = run.rules.gate if run.rules.gate in ("half", "taylor") else "second held"
+        if is_live(x):
+            run.note(f"product: {how}" if how in ("half", "taylor") else "product: weight held")
+        found = product_by_kernel(function, name, (x, weight, None, *args[3:]), kwargs, (0, 1), how)
+        return found if bias is None else found + bias.reshape(-1, *[1] * len(stride))
     value = raw(function, *args, **kwargs)
     geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
     return run.emit("convolution", value, x, weight, bias, *geometry, role=role_after("convolution", x, weight))
