@@ -298,6 +298,28 @@ def test_models_are_fine_tuned_and_then_measured(tmp_path, name, monkeypatch):
     assert isinstance(result.exception, InputError) and "measures it after fine-tuning" in str(result.exception)
 
 
+def test_a_model_is_fine_tuned_where_samples_are_drawn_without_regard_to_labels(tmp_path):
+    lines, table = made(tmp_path, "modernbert", protocol=small_protocol(tmp_path, stratify=False))
+    assert "drawn without regard to labels" in table and "label" not in lines[0]
+
+
+def test_training_and_test_part_are_found_where_the_reader_finds_them(tmp_path):
+    """Parquet files named after their part; and without a part for training, two halves of what there is."""
+    from datasets import Dataset
+
+    rows = [line.split(",") for line in write_reviews(tmp_path / "all.csv").read_text().split("\n")[1:]]
+    kept = Dataset.from_list([{"text": text, "label": int(label)} for text, label, _ in rows])
+    for part, some in (("train", kept.select(range(0, 24, 2))), ("test", kept.select(range(1, 24, 2)))):
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        some.to_parquet(tmp_path / "hub" / f"{part}-00000-of-00001.parquet")
+    model = write_model(tmp_path / "model", "modernbert")
+    for data, split, n_measured in (("hub", "test", 12), ("hub", "train", 6), ("all.csv", "test", 12)):
+        protocol = read_protocol(small_protocol(tmp_path, perturbation=SMALL["perturbation"] | {"split": split}))
+        table = PaperTable("modernbert", tmp_path / data, tmp_path / "out", model=model, protocol=protocol, limit=4)
+        table.check()
+        assert len(table.samples) == n_measured and not set(table.samples.items) & set(table.training.items)
+
+
 def test_relations_by_category_with_error_bars_and_random_baselines(tmp_path):
     model = save_tiny(tmp_path / "model", "neox")
     lines, table = made(tmp_path, "relations", model=model, limit=1)
@@ -473,11 +495,11 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
     assert "there is none" in refused(monkeypatch, "bert", reviews, model=str(tmp_path / "absent"))
     assert "pass it with --data" in refused(monkeypatch, "deit-base", None, model=deit)
     assert "there is none at" in refused(monkeypatch, "pythia", tmp_path / "absent.txt", model=bert)
-    assert "needs a folder of ImageNet" in refused(monkeypatch, "deit-base", reviews, model=deit)
+    assert "needs ImageNet (a folder of pictures by class)" in refused(monkeypatch, "deit-base", reviews, model=deit)
     assert "TABLE must be one of" in refused(monkeypatch, "gpt", reviews)
     (tmp_path / "file").write_text("")
     assert "is a file" in refused(monkeypatch, "bert", reviews, model=bert, out=tmp_path / "file")
-    assert "needs the folder of relation files" in refused(
+    assert "needs the relations data set (a folder of files by category)" in refused(
         monkeypatch, "relations", tmp_path / "nothing" / "here", model=bert
     )
     pico, articles = write_model(tmp_path / "pico", "pico"), write_articles(tmp_path / "articles.txt")
@@ -485,6 +507,12 @@ def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatc
     root = tmp_path / "root"
     write_data(root, "imdb")
     assert "needs WikiText-103" in refused(monkeypatch, "pythia", root, model=bert)
+    (tmp_path / "stars.csv").write_text("text,label\n" + "the cat sat on a mat and saw red green birds fly,7\n" * 4)
+    modern = write_model(tmp_path / "modern", "modernbert")
+    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: 1 / 0)
+    assert "needs labels 0 and 1, or neg and pos; got 7" in refused(
+        monkeypatch, "modernbert", tmp_path / "stars.csv", model=modern, protocol=protocol, limit=2, out=tmp_path / "o"
+    )
 
 
 def test_a_wrong_study_folder_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):

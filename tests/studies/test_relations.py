@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers as hf
 import zoo
 from tiny_language import COLOURS, START, tiny_lens, tokenizer, write_relation
 
@@ -395,3 +396,10 @@ def test_lens_without_head_or_tokenizer_is_refused(tmp_path):
         read_out(tl.Lens(zoo.build("bert")).anatomy, torch.zeros(1, 16, dtype=torch.float64))
     with pytest.raises(tl.InputError, match="at least 1"):
         RelationOptions(n_train=0)
+
+
+def test_a_model_without_next_tokens_is_refused(tmp_path):
+    write_relation(tmp_path / "data" / "fruit.json")
+    encoder = hf.BertForSequenceClassification(hf.BertConfig(**zoo.TEXT | {"vocab_size": len(tokenizer())}))
+    with pytest.raises(tl.InputError, match="needs a language model; `BertForSequenceClassification`"):
+        relations(tl.Lens(encoder.eval(), tokenizer()), tmp_path / "data", tmp_path / "run", progress=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,12 +20,21 @@ from rich.console import Console, RenderableType
 from torch import Tensor
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole, missing_extra
+from tensorlens.errors import (
+    InputError,
+    MethodError,
+    check_choice,
+    check_iterable,
+    check_lens,
+    check_path,
+    check_whole,
+    missing_extra,
+)
 from tensorlens.files import write_whole
 from tensorlens.inside.faithfulness import SHARES, Faithfulness, Unit, faithfulness_of
 from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
 from tensorlens.inside.stream import Component
-from tensorlens.inside.target import Explained
+from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.wiring import TARGET, InputPair, scored_pair
 from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
@@ -41,7 +51,8 @@ SHOWN = 300
 """Number of edges in a graph if nothing was selected."""
 
 CANDIDATES = 20
-"""Candidates as a multiple of the budget: the heaviest edges, and the two heaviest of every component."""
+"""Edges that may be chosen, as a multiple of the budget: the heaviest. Beside them all from the embedding and to the
+target, so that every component may be in a circuit, and of every component the two heaviest."""
 
 SECONDS = 60.0
 GAP = 1e-3
@@ -109,6 +120,7 @@ class Circuit:
         return found
 
     def _best(self, count: int, order: Order) -> Tensor:
+        check_choice(order, "order", get_args(Order))
         flat = self._flat if order == "signed" else self._flat.abs()
         chosen = torch.zeros(self.size, dtype=torch.bool)
         chosen[flat.argsort(descending=True, stable=True)[:count]] = True
@@ -133,16 +145,13 @@ class Circuit:
         """
         if [share, count, budget].count(None) != 2:
             raise InputError("Expected one of `share`, `count` and `budget`.")
-        check_choice(order, "order", get_args(Order))
         if budget is not None:
             if self.unit != "edges":
                 raise InputError("`budget` counts edges; select nodes by `share` or `count`.")
             weights = self.scores if order == "signed" else self.scores.abs()
             return replace(self, kept=best_connected(weights, self.is_wired, check_whole(budget, "budget", 1)))
         if share is not None:
-            if isinstance(share, bool) or not 0 <= share <= 1:
-                raise InputError(f"`share` must be from 0 to 1; got {share!r:.60}.")
-            count = round(share * self.size)
+            count = round(_check_share(share, "share") * self.size)
         return replace(self, kept=self._best(min(check_whole(count, "count", 0), self.size), order))
 
     # Faithfulness -----------------------------------------------------------------------------------------------------
@@ -158,9 +167,8 @@ class Circuit:
             order: As for `select`.
             progress: Whether to show a progress bar; on a terminal if None.
         """
-        if not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in shares):
-            raise InputError(f"`shares` must be numbers from 0 to 1; got {shares!r:.80}.")
-        sizes = sorted({0.0, 1.0, *map(float, shares)})
+        shares = check_iterable(shares, "shares", "numbers from 0 to 1")
+        sizes = sorted({0.0, 1.0, *(_check_share(one, "shares") for one in shares)})
         masks = [self._best(round(share * self.size), order) for share in sizes]
         masks += [] if self.kept is None else [self.kept]
         edges = torch.stack([self._edges(mask) for mask in masks])
@@ -220,8 +228,10 @@ class Circuit:
         return self.graph().save(path, format=format)
 
     def save_page(self, path: str | Path, judged: Faithfulness) -> Path:
-        """Write a page with the curve and the graph."""
+        """Write a page with the curve and the graph, an .html file."""
         graph, path = self.graph(), check_path(path)
+        if path.suffix.lower() != ".html" or not isinstance(judged, Faithfulness):
+            raise InputError(f"Expected an .html file and a `Faithfulness`; got {path.name!r} and {judged!r:.60}.")
         picture = curve_svg(judged.curve, [f"{share:.1%}" for share, _ in judged.curve])
         low, high = judged.interval
         over_pairs = f" [{low:.3f}, {high:.3f}]" if judged.n_pairs > 1 else ""
@@ -235,7 +245,7 @@ class Circuit:
         return write_whole(path, inside_page(graph.payload(), f"Circuit of {self.target}", below=[*said, picture]))
 
     def show(self, k: int = 10, console: Console | None = None) -> None:
-        """Print the heaviest edges or nodes; without a console, to standard output."""
+        """Print the heaviest edges or nodes that are selected; without a console, to standard output."""
         print_parts(self._printed(k), console)
 
     def _repr_html_(self) -> str:
@@ -243,14 +253,22 @@ class Circuit:
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
-        flat = self._flat
-        r, b = self.is_wired.nonzero(as_tuple=True)
+        places = self.is_wired if self.unit == "edges" else torch.ones_like(self.scores, dtype=torch.bool)
+        kept = (places if self.kept is None else self.kept).nonzero()
+        scores = self.scores[kept.unbind(1)]
         rows = list[tuple[str, ...]]()
-        for i in flat.abs().topk(min(k, len(flat))).indices.tolist():
-            ends = [self.writers[i]] if self.unit == "nodes" else [self.writers[int(b[i])], self.readers[int(r[i])]]
-            rows.append((*map(str, ends), f"{float(flat[i]):+.4g}"))
+        for i in scores.abs().topk(min(check_whole(k, "k", 1), len(scores))).indices.tolist():
+            *reader, writer = kept[i].tolist()
+            ends = [self.writers[writer], *(self.readers[r] for r in reader)]
+            rows.append((*map(str, ends), f"{float(scores[i]):+.4g}"))
         columns = ("node", "score") if self.unit == "nodes" else ("from", "to", "score")
         yield table(columns, rows, numbers=(len(columns) - 1,))
+
+
+def _check_share(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+        raise InputError(f"`{name}` must be from 0 to 1; got {value!r:.60}.")
+    return float(value)
 
 
 # Scoring --------------------------------------------------------------------------------------------------------------
@@ -295,7 +313,8 @@ def circuit(
     for one, other, wanted in bar(items, progress, unit=" pairs"):
         cancel.check()
         asked = Explained.of(lens(one), out_token, wanted)
-        pair, found = scored_pair(lens, asked.run(), other, steps if scores == "integrated" else None)
+        run = Pass(asked.operator, asked.weights, asked.out_token)  # logits alone: a feature has no run of the model
+        pair, found = scored_pair(lens, run, other, steps if scores == "integrated" else None)
         pairs.append(pair)
         sums.append(found)
     assert asked is not None, "there is at least one pair"
@@ -380,4 +399,5 @@ def _candidates(weights: Tensor, is_wired: Tensor, budget: int) -> Tensor:
     n = min(2, sizes.shape[1])
     chosen.scatter_(1, sizes.topk(n, dim=1).indices, True)
     chosen.scatter_(0, sizes.topk(n, dim=0).indices, True)
+    chosen[:, 0] = chosen[-1] = True
     return (chosen & is_wired).nonzero()

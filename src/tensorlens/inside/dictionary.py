@@ -22,13 +22,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_choice, check_path, check_whole
+from tensorlens.errors import InputError, check_choice, check_lens, check_path, check_whole
 from tensorlens.files import write_json, write_whole
 from tensorlens.maps.targets import Feature
+from tensorlens.models.samples import check_several
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
 """The state that features read: the component's output, its input (after its norm), or the stream before the norm."""
+
+Kind = Literal["dictionary", "transcoder"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,7 +172,7 @@ class Dictionary:
         texts: Iterable[Any],
         *,
         block: int,
-        kind: Literal["dictionary", "transcoder"] = "dictionary",
+        kind: Kind = "dictionary",
         n_features: int | None = None,
         k: int = 32,
         steps: int = 2000,
@@ -196,6 +199,9 @@ class Dictionary:
         """
         from tensorlens.inside.dictionary_training import gathered_states, trained_parts
 
+        check_choice(kind, "kind", get_args(Kind))
+        check_lens(lens)
+        check_several(texts)
         x, y = gathered_states(lens, texts, check_whole(block, "block"))
         reads: Reads = "output" if kind == "dictionary" else "input"
         encoder, decoder, centre, share = trained_parts(

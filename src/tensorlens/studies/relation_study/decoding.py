@@ -112,12 +112,18 @@ def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequ
     for chunk in torch.tensor([list(ids) for ids in prompts], device=device).split(FORWARD_CHUNK):
         states = plain_states(anatomy, {"input_ids": chunk, "use_cache": False} | last_only, read=starts)
         assert states.embedded is not None, "token ids go through their embedding"
+        found = getattr(states.output, "logits", None)
+        if found is None or found.dim() != 3:
+            raise InputError(
+                f"Relation decoding needs a language model; `{type(anatomy.model).__name__}` says no next token. Load "
+                "it as one (AutoModelForCausalLM)."
+            )
         for start in starts:
             entering[start].append(states.entering[start])
         embedded.append(states.embedded)
-        logits.append(states.output.logits[:, -1])
-    found = {start: torch.cat(parts) for start, parts in entering.items()}
-    return PlainStates(entering=found, embedded=torch.cat(embedded), output=torch.cat(logits))
+        logits.append(found[:, -1])
+    states_in = {start: torch.cat(parts) for start, parts in entering.items()}
+    return PlainStates(entering=states_in, embedded=torch.cat(embedded), output=torch.cat(logits))
 
 
 def tensor_predictors(
