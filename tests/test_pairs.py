@@ -443,7 +443,30 @@ def test_modules_beside_the_weights(config: dict[str, Any], pool: Any, tmp_path:
     assert found.meta["pooling"].endswith("+ dense + normalise")
 
 
-def test_a_sentence_transformer_is_taken_as_it_is() -> None:
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 3}, "first 3 tokens of a text; 'the cat' has 4"),
+        ("tokenizer_config.json", {"model_max_length": 3}, "reads the first 3 tokens"),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"query": "find: "}, "default_prompt_name": "query"},
+            "puts 'find: ' before every text",
+        ),
+    ],
+)
+def test_a_text_that_the_encoder_would_change_is_refused(name: str, config: Any, said: str, tmp_path: Path) -> None:
+    encoder_folder(tmp_path, {"pooling_mode_mean_tokens": True})
+    (tmp_path / name).write_text(json.dumps(config), "utf-8")
+    lens = tl.Lens(hf.BertModel.from_pretrained(tmp_path), lens_on().processor)
+    with pytest.raises(tl.InputError, match=said):
+        tl.similarity(lens, "the cat", "a mat")
+    assert tl.similarity(lens, "the cat", "a mat", pooling="mean").meta["pooling"] == "mean"
+    if "prompts" in config:
+        assert tl.similarity(lens, "find: the cat", "find: a mat").meta["pooling"] == "mean + dense + normalise"
+
+
+def sentence_transformer(*kinds: str, inner: Any = None) -> Any:
     class Module(nn.Module):
         def __init__(self, config: dict[str, Any], weights: dict[str, Any]) -> None:
             super().__init__()
@@ -455,14 +478,27 @@ def test_a_sentence_transformer_is_taken_as_it_is() -> None:
         def state_dict(self, **_: Any) -> dict[str, Any]:  # type: ignore[override]
             return self.weights
 
-    kinds = {name: type(name, (Module,), {}) for name in ("Transformer", "Pooling", "Dense")}
-    first = kinds["Transformer"]({}, {})
-    first.auto_model = build("bert")
-    dense = kinds["Dense"]({"activation_function": "torch.nn.Tanh"}, dense_weights())
-    encoder = nn.Sequential(first, kinds["Pooling"]({"pooling_mode": "mean"}, {}), dense)
-    found = tl.similarity(encoder, A, B)
-    assert found.value == pytest.approx(dense_truth(tl.Lens(first.auto_model), lambda x: x.mean(0)), abs=1e-9)
+    given = {
+        "Pooling": ({"pooling_mode": "mean"}, {}),
+        "Dense": ({"activation_function": "torch.nn.Tanh"}, dense_weights()),
+    }
+    made = [type(kind, (Module,), {})(*given.get(kind, ({}, {}))) for kind in ("Transformer", *kinds)]
+    made[0].auto_model = inner
+    return nn.Sequential(*made)
+
+
+def test_a_sentence_transformer_is_taken_as_it_is() -> None:
+    model = build("bert")
+    found = tl.similarity(sentence_transformer("Pooling", "Dense", inner=model), A, B)
+    assert found.value == pytest.approx(dense_truth(tl.Lens(model), lambda x: x.mean(0)), abs=1e-9)
     assert total(found) == pytest.approx(found.value, abs=1e-12)
+
+
+@pytest.mark.parametrize("kinds", [(), ("Pooling", "Normalize", "Dense"), ("Pooling", "LayerNorm"), ("Dense",)])
+def test_modules_in_another_order_are_refused(kinds: tuple[str, ...]) -> None:
+    """As they would be added up, the vector would be another than the encoder's."""
+    with pytest.raises(tl.InputError, match=f"it has {', '.join(kinds) or 'none'}"):
+        tl.similarity(sentence_transformer(*kinds, inner=build("bert")), A, B)
 
 
 def test_the_vector_of_a_classifier_is_not_its_logits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,18 @@ def test_a_budget_gives_the_heaviest_connected_circuit() -> None:
         assert best_connected(weights, is_wired, budget).nonzero().tolist() == [list(edge) for edge in best]
 
 
+def test_a_small_budget_has_a_way_through_every_component() -> None:
+    """The edges of a way through one component may be lighter than any other edge."""
+    pytest.importorskip("scipy")
+    n = 40
+    weights = torch.full((n, n), 10.0, dtype=torch.float64).tril()
+    weights[:, 0] = weights[-1] = 1.0
+    weights[3:5, 0] = weights[-1, 8:10] = 2.0  # the heaviest start and end in different components
+    weights[-1, 0] = 0.0
+    kept = best_connected(weights, torch.ones(n, n).tril().bool(), 2)
+    assert float(weights[kept].sum()) == 3.0 and int(kept[:, 0].sum()) == 1 and int(kept[-1].sum()) == 1
+
+
 def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:
     circuit = found("gpt2").select(count=20)
     graph = circuit.graph()
@@ -210,13 +223,42 @@ def test_what_makes_no_circuit_is_refused(change: dict[str, Any], said: str) -> 
         tl.circuit(tl.Lens(zoo.build("gpt2", "sdpa")), **asked, progress=False)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_stream_that_is_not_a_sum_is_refused() -> None:
     with pytest.raises(tl.MethodError, match="plain sum"):
         found("bert-mlm")
     circuit = found("gpt2")
-    for wrong in ({}, {"share": 0.1, "count": 3}, {"share": 2}, {"count": -1}):
+    for wrong in ({}, {"share": 0.1, "count": 3}, {"share": 2}, {"share": "all"}, {"count": -1}):
         with pytest.raises(tl.InputError):
             circuit.select(**wrong)  # type: ignore[arg-type]
+    for wrong in ({"shares": 0.5}, {"shares": ["all"]}, {"order": "best"}):
+        with pytest.raises(tl.InputError):
+            circuit.faithfulness(**wrong, progress=False)  # type: ignore[arg-type]
+    with pytest.raises(tl.InputError, match=r"an \.html file"):
+        circuit.save_page("page.json", circuit.faithfulness((), progress=False))
+
+
+def test_what_is_selected_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for unit, heads in (("edges", 2), ("nodes", 1)):
+        circuit = found("gpt2", unit=unit)
+        weakest = torch.zeros_like(circuit.scores, dtype=torch.bool)
+        places = circuit.is_wired.nonzero() if unit == "edges" else torch.arange(len(circuit.writers))[:, None]
+        at = min(places.tolist(), key=lambda one: abs(float(circuit.scores[tuple(one)])))
+        weakest[tuple(at)] = True
+        capsys.readouterr()
+        replace(circuit, kept=weakest).show()
+        (line,) = capsys.readouterr().out.splitlines()[2:]
+        ends = [str(circuit.writers[at[-1]]), *(str(circuit.readers[r]) for r in at[:-1])]
+        assert len(ends) == heads and line.split("  ")[0] == ends[0] and all(end in line for end in ends)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_feature_is_no_target_of_a_run() -> None:
+    lens = tl.Lens(zoo.build("gpt2", "sdpa"))
+    more = {"n_features": 8, "k": 2, "steps": 2, "progress": False}
+    feature = tl.Dictionary.fit(lens, [CLEAN] * 4, block=1, **more).feature(3)  # type: ignore[arg-type]
+    with pytest.raises(tl.InputError, match="Expected a target on logits; got feature 3 of block 1"):
+        tl.circuit(lens, CLEAN, CORRUPTED, feature, progress=False)
 
 
 @pytest.mark.large

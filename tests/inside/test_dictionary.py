@@ -224,6 +224,7 @@ def test_a_dictionary_trained_here_explains_more_than_a_mean(tmp_path: Path) -> 
         assert 0 < n_active <= 6 * len(IDS)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_not_a_dictionary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(tl.InputError, match="has none of them"):
         tl.Dictionary.load(tmp_path)
@@ -238,3 +239,10 @@ def test_what_is_not_a_dictionary_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(tl.InputError, match="16 channels"):
         tensor().components(-1, 4, features={1: narrow})
+    lens = tl.Lens(zoo.build("llama"))
+    for texts, kind, said in (
+        (IDS, "sae", "`kind` must be one of dictionary, transcoder"),
+        ("abc", "dictionary", "list"),
+    ):
+        with pytest.raises(tl.InputError, match=said):
+            tl.Dictionary.fit(lens, texts, block=1, kind=kind, steps=2, progress=False)  # type: ignore[arg-type]

@@ -22,13 +22,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_path, check_whole
+from tensorlens.errors import InputError, check_lens, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.maps.targets import Feature
+from tensorlens.models.samples import check_several
 from tensorlens.views.printing import text_as_html
 
 Reads = Literal["output", "input", "stream"]
 """What features read: the component's output, its input (after its norm), or the stream before the norm."""
+
+Kind = Literal["dictionary", "transcoder"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +173,7 @@ class Dictionary:
         texts: Iterable[Any],
         *,
         block: int,
-        kind: Literal["dictionary", "transcoder"] = "dictionary",
+        kind: Kind = "dictionary",
         n_features: int | None = None,
         k: int = 32,
         steps: int = 2000,
@@ -197,6 +200,10 @@ class Dictionary:
         """
         from tensorlens.inside.dictionary_training import gathered_states, trained_parts
 
+        if kind not in get_args(Kind):
+            raise InputError(f"`kind` must be one of {', '.join(get_args(Kind))}; got {kind!r:.60}.")
+        check_lens(lens)
+        check_several(texts)
         x, y = gathered_states(lens, texts, check_whole(block, "block"))
         reads: Reads = "output" if kind == "dictionary" else "input"
         encoder, decoder, centre, share = trained_parts(

@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -33,6 +33,7 @@ from tensorlens.files import from_json
 from tensorlens.models.forward_signature import is_causal
 from tensorlens.program.nodes import Slot, Step
 from tensorlens.recording.recording import Recording
+from tensorlens.views.labels import shorten
 
 POOLINGS = ("mean", "cls", "last", "max", "attention", "late")
 """What users may ask for by name."""
@@ -74,6 +75,8 @@ class Pooling:
         slot: For ``module``, the slot of the vector in the program.
         projections: Dense layers after it.
         normalised: Whether the vector is divided by its norm.
+        longest: How many tokens of a text the encoder reads.
+        prompt: What it puts before every text.
     """
 
     kind: str
@@ -81,6 +84,21 @@ class Pooling:
     slot: int | None = None
     projections: tuple[Projection, ...] = ()
     normalised: bool = False
+    longest: int | None = None
+    prompt: str = ""
+
+    def check(self, text: str, n_tokens: int) -> None:
+        """Refuse a text that the encoder itself would read in part, or with something before it."""
+        if self.longest is not None and n_tokens > self.longest:
+            raise InputError(
+                f"The encoder reads the first {self.longest} tokens of a text; {shorten(text, 40)!r} has {n_tokens}. "
+                "Cut it there, or name a `pooling` to compare the whole text."
+            )
+        if not text.startswith(self.prompt):
+            raise InputError(
+                f"The encoder puts {self.prompt!r} before every text. Write it before {shorten(text, 40)!r}, or name a "
+                "`pooling` to compare the text without it."
+            )
 
     def weights(self, states: Tensor, mask: Tensor) -> Tensor | None:
         """W (sample, token, channel) at the states and the mask (sample, token); None if there is no such matrix."""
@@ -101,14 +119,14 @@ class Pooling:
         return made[self.kind]()
 
 
-def find_pooling(name: str | None, model: nn.Module, recording: Recording, modules: list[Any] | None) -> Pooling:
+def find_pooling(name: str | None, model: nn.Module, recording: Recording, around: Around | None) -> Pooling:
     """The pooling that was asked for, or the model's own.
 
     Args:
         name: One of `POOLINGS`, or None for the model's own.
         model: The model.
         recording: Its pass.
-        modules: Those of a `SentenceTransformer`; looked for beside the weights if None.
+        around: What a `SentenceTransformer` does around the model; looked for beside the weights if None.
     """
     if len(recording.slots[0]) > 1:
         raise InputError(
@@ -121,9 +139,9 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, modul
                 f"`pooling` must be one of {', '.join(POOLINGS)}, or None for the model's own; got {name!r}."
             )
         return _attention_pooling(model, recording) if name == "attention" else Pooling(name, name)
-    modules = _beside(model) if modules is None else modules
-    if modules:
-        return _of_modules(modules)
+    around = _beside(model) if around is None else around
+    if around is not None:
+        return _of_modules(around)
     found = _of_module(recording)
     if found is not None:
         return found
@@ -168,47 +186,72 @@ Module = tuple[str, Mapping[str, Any], Mapping[str, Tensor]]
 """Kind, settings and weights of one module."""
 
 
-def modules_of(encoder: Any) -> list[Module]:
-    """The modules of a `SentenceTransformer` after its Transformer."""
-    return [(type(one).__name__, one.get_config_dict(), one.state_dict()) for one in list(encoder)[1:]]
+class Around(NamedTuple):
+    """What an encoder does around its Transformer: the modules behind it; and to a text before it (see `Pooling`)."""
+
+    modules: list[Module]
+    longest: int | None
+    prompt: str
 
 
-def _beside(model: nn.Module) -> list[Module]:
-    """The same from ``modules.json`` in the folder that the model was loaded from; none where there is no such file."""
+def around_of(encoder: Any) -> Around:
+    """The same of a `SentenceTransformer`."""
+    modules = [(type(one).__name__, one.get_config_dict(), one.state_dict()) for one in list(encoder)[1:]]
+    return Around(modules, getattr(encoder, "max_seq_length", None), _prompt(vars(encoder)))
+
+
+def _prompt(settings: Mapping[str, Any]) -> str:
+    return (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or ""
+
+
+def _beside(model: nn.Module) -> Around | None:
+    """The same from ``modules.json`` in the folder that the model was loaded from; None where there is no such file."""
     folder = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or "."))
     if str(folder) == "." or not (folder / "modules.json").is_file():
-        return []
-    found = []
+        return None
+    found = list[Module]()
     for row in from_json((folder / "modules.json").read_text("utf-8"))[1:]:
         place = folder / row["path"]
-        settings = place / "config.json"
-        config = from_json(settings.read_text("utf-8")) if settings.is_file() else {}
         packed, pickled = place / "model.safetensors", place / "pytorch_model.bin"
         weights = load_file(packed) if packed.is_file() else {}
         if pickled.is_file() and not weights:
             weights = torch.load(pickled, map_location="cpu", weights_only=True)
-        found.append((row["type"].rsplit(".", 1)[-1], config, weights))
-    return found
+        found.append((row["type"].rsplit(".", 1)[-1], _settings(place / "config.json"), weights))
+    longest = _settings(folder / "sentence_bert_config.json").get("max_seq_length")
+    longest = longest or _settings(folder / "tokenizer_config.json").get("model_max_length")
+    return Around(found, longest, _prompt(_settings(folder / "config_sentence_transformers.json")))
 
 
-def _of_modules(modules: list[Module]) -> Pooling:
+def _settings(file: Path) -> dict[str, Any]:
+    return from_json(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def _of_modules(around: Around) -> Pooling:
     kind, projections, normalised = None, list[Projection](), False
-    for name, config, weights in modules:
+    for name, config, weights in around.modules:
         if name == "Pooling" and kind is None:
             kind = _mode(config)
-        elif name == "Dense" and kind is not None and "linear.weight" in weights:
+        elif name == "Dense" and kind is not None and not normalised and "linear.weight" in weights:
             projections.append(Projection(weights["linear.weight"], weights.get("linear.bias"), _activation(config)))
-        elif name == "Normalize":
+        elif name == "Normalize" and kind is not None:
             normalised = True
         elif name != "Dropout":
-            raise InputError(
-                f"The encoder has a module {name}, which is not a pooling, a dense layer or a normalisation. Name a "
-                f"`pooling`: {', '.join(POOLINGS)}."
-            )
+            kind = None
+            break
     if kind is None:
-        raise InputError(f"The encoder's modules have no pooling. Name one: {', '.join(POOLINGS)}.")
+        raise InputError(
+            "Expected an encoder whose modules are a Pooling, then Dense, then Normalize; it has "
+            f"{', '.join(name for name, *_ in around.modules) or 'none'}. Name a `pooling`: {', '.join(POOLINGS)}."
+        )
     names = [kind, *("dense" for _ in projections), *(["normalise"] if normalised else [])]
-    return Pooling(kind, " + ".join(names), projections=tuple(projections), normalised=normalised)
+    return Pooling(
+        kind,
+        " + ".join(names),
+        projections=tuple(projections),
+        normalised=normalised,
+        longest=around.longest,
+        prompt=around.prompt,
+    )
 
 
 def _mode(config: Mapping[str, Any]) -> str:

@@ -25,12 +25,12 @@ from tensorlens.maps.groups import Group, Groups, find_groups
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes
 from tensorlens.pairs.pair_map import Measure, PairMap
-from tensorlens.pairs.pooling import find_pooling, modules_of
+from tensorlens.pairs.pooling import Around, around_of, find_pooling
 from tensorlens.pairs.vectors import Vectors
 from tensorlens.views.captions import UNSEEN
 
-Encoder = tuple[Lens, list[Any] | None]
-"""A lens, and the modules after its model; None if they are to be looked for beside its weights."""
+Encoder = tuple[Lens, Around | None]
+"""A lens, and what is done around its model; None if that is to be looked for beside its weights."""
 
 
 @own_modes
@@ -171,6 +171,9 @@ class _Comparing(InBatches):
 
     def _vectors(self, batch: Batch, encoder: Encoder) -> Vectors:
         pooling = find_pooling(self.pooling, encoder[0].model, batch.recording, encoder[1])
+        for one, n_tokens in zip(batch.prepared, batch.lengths, strict=True):
+            if one.text is not None:
+                pooling.check(one.text, n_tokens)
         return Vectors(batch, pooling, [self._groups(batch, i) for i in range(len(batch))])
 
     def _groups(self, batch: Batch, i: int) -> tuple[Group, ...]:
@@ -287,10 +290,13 @@ def _prepared(lens: Lens, inputs: Mapping[str, Any]) -> list[ModelInput]:
 
 
 def _encoder(model: Any, name: str) -> Encoder:
-    """A lens, and the modules after its model where it came from a `SentenceTransformer`."""
+    """A lens, and what a `SentenceTransformer` does around its model where it came from one."""
     if isinstance(model, Lens):
         return model, None
     inner = getattr(model[0], "auto_model", None) if isinstance(model, nn.Sequential) and len(model) else None
     if not isinstance(inner, nn.Module):
-        raise InputError(f"`{name}` must be a lens or a SentenceTransformer; got {type(model).__name__}.")
-    return Lens(inner, getattr(model, "tokenizer", None)), modules_of(model)
+        raise InputError(
+            f"`{name}` must be a lens, or a SentenceTransformer that begins with a Transformer; got "
+            f"{type(model).__name__}."
+        )
+    return Lens(inner, getattr(model, "tokenizer", None)), around_of(model)
