@@ -177,6 +177,18 @@ def test_a_budget_gives_the_heaviest_connected_circuit() -> None:
         assert best_connected(weights, is_wired, budget).nonzero().tolist() == [list(edge) for edge in best]
 
 
+def test_a_small_budget_has_a_way_through_every_component() -> None:
+    """The edges of a way through one component may be lighter than any other edge."""
+    pytest.importorskip("scipy")
+    n = 40
+    weights = torch.full((n, n), 10.0, dtype=torch.float64).tril()
+    weights[:, 0] = weights[-1] = 1.0
+    weights[3:5, 0] = weights[-1, 8:10] = 2.0  # the heaviest start and end in different components
+    weights[-1, 0] = 0.0
+    kept = best_connected(weights, torch.ones(n, n).tril().bool(), 2)
+    assert float(weights[kept].sum()) == 3.0 and int(kept[:, 0].sum()) == 1 and int(kept[-1].sum()) == 1
+
+
 def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:
     circuit = found("gpt2").select(count=20)
     graph = circuit.graph()
