@@ -272,3 +272,27 @@ def test_a_method_says_whether_its_scores_are_signed():
     signed = {name for name, one in tl.METHODS.items() if one.signed}
     assert signed == {name for name, one in tl.METHODS.items() if one.summary.endswith("; signed")}
     assert signed == {"tensor.in_out", "tensor.in_class", "gradient.times_input", "gradient.integrated"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("method", ["tensor.in_out", "gradient.times_input"])
+def test_a_norm_that_cancels_its_own_output_is_warned_of(name, method):
+    """Under the Jacobian the final norm passes nothing of its own output back: In+Out of large states is rounding."""
+    maps = {}
+    for dtype in (torch.float64, torch.float32):
+        model = build(name, dtype=torch.float64)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(100)
+            last = model.base_model.ln_f if name == "gpt2" else model.base_model.norm
+            for part, value in zip(last.parameters(), (1, 0), strict=False):  # gain and shift
+                part.fill_(value)
+        lens = tl.Lens(model.base_model.to(dtype), rules="jacobian")
+        maps[dtype] = lens(sample(name)).map(method)
+        (batched, _) = lens.maps([sample(name), sample(name)], method)
+        assert "warning" in batched.meta if dtype is torch.float32 else "warning" not in batched.meta
+    exact, rounded = (found.scores.double() for found in maps.values())
+    assert float((rounded - exact).norm() / exact.norm()) > 0.02
+    assert max(maps[torch.float64].meta["kept"]) < 1e-4 and "warning" not in maps[torch.float64].meta
+    assert "large terms cancel" in maps[torch.float32].meta["warning"]
+    held = tl.Lens(model.base_model)(sample(name)).map("tensor.in_out")
+    assert min(held.meta["kept"]) > 1e-3 and "warning" not in held.meta

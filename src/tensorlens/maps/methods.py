@@ -184,7 +184,7 @@ class Question:
             return self._weigh_one(starts)
         x = self.recording.states[0]
         return self._by_layers(
-            lambda layer: self.operator.pull_samples(self._placed(self.recording.states[-1], layer, starts)), x
+            lambda layer: self.operator.pull_samples(self.placed(self.recording.states[-1], layer, starts)), x
         )
 
     def weigh_logits(self) -> Weighed:
@@ -202,7 +202,7 @@ class Question:
             return _weighed(self.operator.pull_from_head(torch.cat(rows)), self._input)
         readout, x = recording.readout, recording.states[self.operator.span.start]
         return self._by_layers(
-            lambda layer: self.operator.pull_samples(self._placed(readout, layer, columns, read=True), to_logits=True),
+            lambda layer: self.operator.pull_samples(self.placed(readout, layer, columns, read=True), to_logits=True),
             x,
         )
 
@@ -230,7 +230,7 @@ class Question:
         n = range(len(self.out_tokens))
         return Weighed(torch.stack([parts[row] for row in n]), torch.stack([sizes[row] for row in n]))
 
-    def _placed(self, like: Tensor, layer: list[int], starts: Tensor, *, read: bool = False) -> Tensor:
+    def placed(self, like: Tensor, layer: list[int], starts: Tensor, *, read: bool = False) -> Tensor:
         """Cotangents (sample, token, channel) of the rows of a layer, at their outputs or where the head reads."""
         u = torch.zeros_like(like)
         places = self._places(layer, like.device, read=read)

@@ -95,10 +95,13 @@ def times_input(question: Question) -> Scored:
         made = record(origin.anatomy, origin.inputs, rules, n_samples=recording.n_samples)
         question = replace(question, operator=FrozenOperator(made, sample=question.operator.sample), shared={})
     if question.has_classes:
-        found = in_class_map(question)
-        return Scored(scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=_EXPLAINS)
-    scores = in_out_map(question).scores
-    return Scored(scores=scores, bias_share=unknown_bias(question), notes={"explains": "output state"})
+        found, notes = in_class_map(question), _EXPLAINS
+    else:
+        found, notes = in_out_map(question), {"explains": "output state"}
+    by_row = {name: found.by_row[name] for name in ("kept", "noise")}
+    return Scored(
+        scores=found.scores, bias_share=unknown_bias(question), chosen=found.chosen, notes=notes, by_row=by_row
+    )
 
 
 @method(

@@ -9,13 +9,13 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.maps.methods import METHODS, Question, Scored, Weighed, method
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import run
 from tensorlens.operators.spectrum import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
-from tensorlens.recording.recording import Recording
+from tensorlens.recording.recording import Recording, Span
 from tensorlens.tolerances import TINY, repeated
 
 BY_COMPLETENESS = "by completeness"
@@ -30,9 +30,14 @@ def not_carried(scores: Tensor, total: Tensor) -> Tensor:
     return (1 - in_float64(scores).sum(1) / in_float64(total)).to(scores)
 
 
-def _rounding(found: Weighed) -> dict[str, Any]:
-    """The share of the summed magnitudes that remains in the scores; warn if rounding may be as large."""
-    kept = found.kept
+def _rounding(found: Weighed, before: Tensor | float = 1.0) -> dict[str, Any]:
+    """The share of the summed magnitudes that remains in the scores; warn if rounding may be as large.
+
+    Args:
+        found: The scores.
+        before: The part that was left before the sum.
+    """
+    kept = found.kept * before
     noise = torch.finfo(found.scores.dtype).eps / kept.clamp_min(TINY)
     return {"kept": kept, "noise": noise}
 
@@ -67,6 +72,30 @@ def _along_outputs(question: Question) -> Weighed:
     return question.shared["in_out"]
 
 
+def _left_along_outputs(question: Question) -> Tensor | float:
+    """(row,): how much of each row's own output is left behind the last block, beside one of the same sizes.
+
+    The derivative of a norm removes what lies along its own output, so that little more than rounding may be left.
+    """
+    operator, recording = question.operator, question.recording
+    if recording.rules.norm != "taylor":
+        return 1.0
+    span, rows = Span(operator.span.stop - 1, operator.span.stop), range(len(question.out_tokens))
+    ends = recording.states[span.stop]
+    u = question.placed(ends, list(rows), question.at_outputs(ends))
+    signs = torch.randint(2, u.shape, generator=torch.Generator().manual_seed(0)).to(u) * 2 - 1
+    try:
+        pulled = recording.pull_each([u, u * signs], span, operator.heads)
+    except AnatomyError:  # the last block reads more than its state
+        pulled = recording.pull_each([u, u * signs], operator.span, operator.heads)
+    sizes = [in_float64(one).square().sum(-1) for one in pulled]
+    if pulled[0].shape[1] == ends.shape[1]:
+        left, expected = (question.at_outputs(size) for size in sizes)
+    else:
+        left, expected = (size.sum(1)[list(question.of)] for size in sizes)
+    return (left / expected.clamp_min(TINY)).sqrt().clamp_max(1)
+
+
 def _sizes(question: Question) -> Tensor:
     ends = question.recording.states[question.operator.span.stop]
     return in_float64(question.at_outputs(ends)).square().sum(-1)
@@ -85,7 +114,7 @@ def in_out_map(question: Question) -> Scored:
     """
     operator = question.operator
     found, size = _along_outputs(question), _sizes(question)
-    by_row = _rounding(found) | _from_sink(question, to_logits=False)
+    by_row = _rounding(found, _left_along_outputs(question)) | _from_sink(question, to_logits=False)
     if not operator.heads:  # a run at zero would cost as much as the map, and round as much
         share, notes = not_carried(found.scores, size), {"bias": BY_COMPLETENESS}
         return Scored(scores=found.scores, bias_share=share, notes=notes, by_row=by_row)
