@@ -266,7 +266,7 @@ class Circuit:
 
 
 def _check_share(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise InputError(f"`{name}` must be from 0 to 1; got {value!r:.60}.")
     return float(value)
 
