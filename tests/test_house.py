@@ -48,6 +48,12 @@ PLAIN_ENGLISH = {
     r"\bhears? padding\b|\bpadding (?:is|was) heard\b": "padding changes results",
     r"\b(?:says?|gives?|carr(?:y|ies)) of\b": "says about, contributes to, the part of … that",
     r"\bless (?:that of|what)\b": "minus",
+    r"\b(?:is|are|was|were) told\b": "receives, is passed",
+    r"\basked (?:of|where)\b": "a question about, only for",
+    r"\bhand(?:s|ed)? on\b": "passes on",
+    r"\b(?:and|or) (?:its |their )?kin\b": "and similar ones",
+    r"\btak(?:e|es|en|ing) apart\b": "split",
+    r"\b(?:lies|stands) behind\b": "name the relation: belongs to, explains, follows",
 }
 """Patterns of translated English, and what a native writer says instead."""
 QUOTED = {"compatibility.md"}

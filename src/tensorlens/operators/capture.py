@@ -147,7 +147,7 @@ def _of_jacobian(recording: Recording, origin: Origin) -> Recording | None:
 
 
 def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
-    """The first `n` tokens of a text: every axis over tokens is cut; None where there are no more, or none at all."""
+    """The first `n` tokens of a text, with every axis over tokens cut; None if there are not more than n."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] <= n or "decoder_input_ids" in inputs:
         return None
@@ -197,7 +197,7 @@ def _of_model(short: Recording, generator: torch.Generator) -> tuple[dict[int, f
 
 def _states(short: Recording, origin: Origin, x: Tensor) -> list[Tensor]:
     """The states of the model itself, as a function of the first state."""
-    assert origin.birth is not None, "asked where it was seen"
+    assert origin.birth is not None, "only if it was seen"
     model, states = origin.model, [x]
 
     def note(n: int, state: Tensor) -> None:
