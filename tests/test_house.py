@@ -257,7 +257,12 @@ def test_the_checks_see_what_they_are_for():
     assert list(bare_json_calls(ast.parse("from json import dumps"))) == [1]
     stiff = ("It is no X.\nThere is no x; it is no longer.", "One row an output.", '"""Of the probes.', "It goes on.")
     stiff += ("Padding was heard.", "What it says of X.\nIt says more. Of X.", "The mean less that of others.")
-    stiff += ("The reader is told all.\nHe told it.", "A question asked of T.", "It hands on a state.", "GELU and its kin.")
+    stiff += (
+        "The reader is told all.\nHe told it.",
+        "A question asked of T.",
+        "It hands on a state.",
+        "GELU and its kin.",
+    )
     stiff += ("A block taken apart.\nThey go apart.", "What lies behind it.\nIt is behind.")
     for text, pattern in zip(stiff, PLAIN_ENGLISH, strict=True):
         assert lines_with(pattern, text) == [1], text
