@@ -48,6 +48,12 @@ PLAIN_ENGLISH = {
     r"\bhears? padding\b|\bpadding (?:is|was) heard\b": "padding changes results",
     r"\b(?:says?|gives?|carr(?:y|ies)) of\b": "says about, contributes to, the part of … that",
     r"\bless (?:that of|what)\b": "minus",
+    r"\b(?:is|are|was|were) told\b": "receives, is passed",
+    r"\basked (?:of|where)\b": "a question about, only for",
+    r"\bhand(?:s|ed)? on\b": "passes on",
+    r"\b(?:and|or) (?:its |their )?kin\b": "and similar ones",
+    r"\btak(?:e|es|en|ing) apart\b": "split",
+    r"\b(?:lies|stands) behind\b": "name the relation: belongs to, explains, follows",
 }
 """Patterns of translated English, and what a native writer says instead."""
 QUOTED = {"compatibility.md"}
@@ -251,6 +257,13 @@ def test_the_checks_see_what_they_are_for():
     assert list(bare_json_calls(ast.parse("from json import dumps"))) == [1]
     stiff = ("It is no X.\nThere is no x; it is no longer.", "One row an output.", '"""Of the probes.', "It goes on.")
     stiff += ("Padding was heard.", "What it says of X.\nIt says more. Of X.", "The mean less that of others.")
+    stiff += (
+        "The reader is told all.\nHe told it.",
+        "A question asked of T.",
+        "It hands on a state.",
+        "GELU and its kin.",
+    )
+    stiff += ("A block taken apart.\nThey go apart.", "What lies behind it.\nIt is behind.")
     for text, pattern in zip(stiff, PLAIN_ENGLISH, strict=True):
         assert lines_with(pattern, text) == [1], text
     bodies = ("run()", "pytest.raises(E)", "check()")

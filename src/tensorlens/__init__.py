@@ -29,7 +29,7 @@ __all__ = [
     "MeanTensor",
     "CorpusTensor",
     "CorpusReading",
-    # what to ask of it
+    # questions to it
     "Explanation",
     "recommended",
     "Recommendation",

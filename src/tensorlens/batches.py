@@ -564,7 +564,7 @@ class DatasetMaps(InBatches):
                 first += len(window)
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
-        """Start the maps of a batch; those that differ in batches are made one by one."""
+        """Start the maps of a batch; those that differ in batches are computed one by one."""
         return {name: self._begin_method(batch, name) for name in self.names}
 
     def _begin_method(self, batch: Batch, name: str) -> Callable[[], list[Any]]:

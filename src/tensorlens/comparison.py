@@ -70,7 +70,7 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
 
     Attributes:
         steps: The steps that differ, in the order of the programs.
-        distance: ‖T₁ - T₂‖ over ‖T₁‖ (Frobenius, sketched); None where the shapes differ.
+        distance: ‖T₁ - T₂‖ over ‖T₁‖ (Frobenius, sketched); None if the shapes differ.
         probes: Number of random directions for sketching the norms.
         seed: Random seed for the directions.
         pairs: `per_pair`, once computed.
@@ -105,7 +105,7 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
 
     @property
     def per_pair(self) -> Float[Tensor, "out_token in_token"] | None:
-        """The distance of every pair of tokens; NaN where T₁ is zero and T₂ is not; None where the shapes differ."""
+        """The distance of every pair of tokens, NaN for a pair with T₁ = 0 ≠ T₂; None if the shapes differ."""
         if self.pairs is None and self.distance is not None:
             tensors = getattr(self, "_tensors_compared", None)
             if tensors is None:

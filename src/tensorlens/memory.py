@@ -17,7 +17,7 @@ from tensorlens.errors import SizeError
 from tensorlens.progress import bar
 
 # The one table of memory. Each share is a part of the memory that is free at that moment, so that what was taken before
-# counts by itself; they need not add up to one.
+# is already subtracted; the shares need not add up to one.
 
 SHARE_OF_WORK = 0.5
 """One computation that is cut into pieces (`fitting`): a piece holds inputs and results at the same time."""

@@ -67,7 +67,7 @@ def make_targets(recording: Recording, ids: Sequence[int], first: int, kind: Tar
     """The targets of the tokens `ids`, the first of them predicted at position `first`."""
     check_choice(kind, "target", get_args(TargetKind))
     readout = recording.readout
-    assert readout is not None and readout.dim() == 3, "asked of a model with logits for each token"
+    assert readout is not None and readout.dim() == 3, "only for a model with logits for each token"
     chosen = torch.tensor(ids, device=readout.device)
     positions = torch.arange(first, first + len(ids), device=readout.device)
     weight, bias = _head(recording, readout)
@@ -140,7 +140,7 @@ def shares(
         engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
     """
     readout = operator.recording.readout
-    assert readout is not None, "asked of a model with a head"
+    assert readout is not None, "only for a model with a head"
     values = rows @ (targets.read(readout[0].detach().to(rows)) + targets.constants).to(rows)
     engine = engine or cheaper(len(rows), len(groups))
     found = (_pulled if engine == "pulls" else _pushed)(operator, targets, rows, groups, values)
@@ -153,7 +153,7 @@ def _pulled(
 ) -> Shares:
     recording = operator.recording
     readout = recording.readout
-    assert readout is not None, "asked of a model with a head"
+    assert readout is not None, "only for a model with a head"
     parts = in_parts(rows, TOGETHER, lambda some: operator.pull_from_head(targets.cotangents(some, readout)))
     by_token = torch.cat([(pulled.to(rows) * operator.input.to(rows)).sum(-1) for pulled in parts])
     n_before = recording.split(0)  # tokens of an encoder

@@ -136,7 +136,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         return {".html": page_writer(self.payload, f"Inside: {self.total.target}"), **super()._writers()}
 
     def payload(self) -> dict[str, Any]:
-        """What the page takes, as plain values."""
+        """The data of the page, as plain values."""
         blocks = sorted({label.block for label in self.total.labels if label.block is not None})
         columns = _columns(self.total)
         cells = {(label.block, label.column): label for label in self.total.labels if label.column is not None}
@@ -235,7 +235,7 @@ def strongest(by_pair: Tensor, attention: Tensor) -> Look:
 
 
 def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str, ...]) -> Why | None:
-    """The pair maps of one look; None where queries and keys cannot be followed."""
+    """The pair maps of one look; None if queries and keys cannot be followed."""
     if head.block is None or head.head is None:
         return None
     asked = operator, head.block - operator.span.start, head.head, look.query, look.key

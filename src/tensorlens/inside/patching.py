@@ -159,7 +159,7 @@ def patching(
         target: A token, a pair for a contrast, or weights by class; the model's own prediction if None.
         out_token: Where the target is read.
         verify: Whether to patch the real model too: attention outputs, heads and feed-forwards, many in one run. A
-            number k patches the k best alone, by `robust` where there is one, and random subsets of the rest together.
+            number k patches the k best alone, by `robust` if it was computed, and random subsets of the rest together.
         queries_and_keys: Whether to add each head's queries and keys, by the true softmax: where it is saturated, its
             derivative is zero. Needs fused attention.
         drop: Whether to find effects that cancel, by one pull per block with its cotangent dropped.
@@ -232,7 +232,7 @@ def _shapes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _true(run: Pass, edits: list[Edit], progress: bool | None) -> Tensor:
-    """The target with one edit after the other, NaN where one cannot be made; several share a run of the model."""
+    """The target with one edit after the other, NaN if it cannot be made; several edits share a run of the model."""
     found = list[float]()
     with bar(progress=progress, total=len(edits), unit=" patches") as shown:
         for start in range(0, len(edits), PATCHES):

@@ -197,7 +197,7 @@ def _edited_readout(run: Pass, rows: Sequence[Sequence[Edit]], seats: Mapping[Pa
     for row, edits in enumerate(rows):
         for edit in edits:
             seat = seats[edit.part]
-            assert seat is not None, "asked of edits that can be made"
+            assert seat is not None, "only for edits that can be made"
             by_module.setdefault((seat.path, seat.way is not None), []).append((row, edit, seat))
     changes: dict[bool, dict[nn.Module, AtModule]] = {True: {}, False: {}}
     for (path, is_taken), some in by_module.items():

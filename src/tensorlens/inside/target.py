@@ -78,7 +78,7 @@ class Explained:
         """The target in words."""
         if isinstance(self.target, Feature):
             return str(self.target)
-        weights = self.weights  # raises where there are no classes
+        weights = self.weights  # raises if there are no classes
         assert self.classes is not None, "a target has classes"
         return self.classes.names(weights)
 
@@ -90,7 +90,7 @@ class Pass(StreamPass):
         operator: The operator; its blocks end at the last.
         weights: Weights of the target on logits.
         out_token: Where the logits are read.
-        finer: Blocks whose feed-forwards are taken apart.
+        finer: Blocks whose feed-forwards are split.
 
     Raises:
         MethodError: the range of blocks does not end at the last, or the number of tokens changes on the way.
@@ -180,7 +180,7 @@ class FeaturePass(Pass):
         operator: The operator; its last blocks are left out.
         feature: The feature.
         out_token: Where it reads.
-        finer: Blocks whose writes are taken apart.
+        finer: Blocks whose writes are split.
     """
 
     def __init__(self, operator: FrozenOperator, feature: Feature, out_token: int, finer: Finer | None = None) -> None:

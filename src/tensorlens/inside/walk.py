@@ -126,7 +126,7 @@ class Walk:
     def _enter_encoder(self, n: int) -> Tensor:
         """From the decoder's reading of the encoder to the state that leaves the encoder's last block."""
         block, slot = self.run.block(n), self.run.memory
-        assert slot is not None, "asked of a model with an encoder"
+        assert slot is not None, "only for a model with an encoder"
         memory = block.values_of([slot])[slot]
         there = _added(memory.new_zeros(len(self.cotangents), *memory.shape), self.joining.memory)
         self.cotangents = block.pulled(slot, there, block.exit)

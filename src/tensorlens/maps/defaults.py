@@ -212,7 +212,7 @@ def headlined(
         target: A token, a text of several tokens, a class or a number; see `read_target`.
         against: The same for what it is compared with.
     """
-    assert context.classes is not None, "asked of a model with a head"
+    assert context.classes is not None, "only for a model with a head"
     if isinstance(target, (tuple, list)):
         raise InputError(f"`target` must be one token or class; got {target!r:.60}. Pass the other as `against`.")
     logits = plain_logits(recording, [0 if recording.pools else out_token])[0]

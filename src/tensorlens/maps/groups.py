@@ -1,6 +1,6 @@
 """Groups of tokens: words, sentences, lines, or groups that the user names.
 
-Bounds are characters of the text where there is one, positions of tokens otherwise. A token is never cut: it belongs to
+Bounds are characters of the text if there is one, positions of tokens otherwise. A token is never cut: it belongs to
 the group that it overlaps most, the first on ties.
 """
 

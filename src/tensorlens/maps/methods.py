@@ -127,7 +127,7 @@ class Question:
     def logits(self) -> Tensor:
         """(row, class) at each row's output."""
         recording, readout = self.recording, self.recording.readout
-        assert readout is not None, "asked of a model with a head"
+        assert readout is not None, "only for a model with a head"
         if recording.head is not None:
             places = self._places(range(len(self.out_tokens)), readout.device, read=True)
             return torch.nn.functional.linear(readout[places], recording.head.weight, recording.head.bias)

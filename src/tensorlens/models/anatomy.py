@@ -3,7 +3,7 @@
 The search, step by step:
 
 1. *Watch* one plain pass: which modules were called, and which tensor was made from which (`evidence.watch`). Where
-   blocks are run by methods of theirs, watch another pass in which these count as calls (`observe`).
+   blocks are run by their methods, watch another pass in which these count as calls (`observe`).
 2. *By the tree*, `_by_tree`: the list of modules with most weights. Parts that a model names itself come first (as
    models of transformers do): its encoder and decoder, its embeddings.
 3. *By what ran*, `chains.find_chain`: consecutive similar calls, with one state that flows through them.
@@ -74,7 +74,7 @@ class Anatomy:
         gives_raw_logits: Whether the model returns what its unembedding gives, with no soft cap or scale behind it.
         readout: Path of the module whose output are the logits, where a softmax or its like follows; None if the model
             returns them itself.
-        channels: The channel axis of the state that enters each block, by call, and of $X^N$; None where no weight
+        channels: The channel axis of the state that enters each block, by call, and of $X^N$; None if no weight
             shows it.
         state_place: Index of the state among the floating-point tensors that a block returns.
         entry_place: Index of the state among the floating-point tensors that a block takes.

@@ -134,6 +134,6 @@ def check_complete(name: str | Path, model: Any, wrong: Iterable[str]) -> None:
     if wrong := sorted(wrong):
         raise LoadError(
             f"{name}: every weight of a {type(model).__name__} was expected, but the checkpoint lacks "
-            f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''} ({len(wrong)} in all), or calls them otherwise; "
+            f"{', '.join(wrong[:4])}{' …' if len(wrong) > 4 else ''} ({len(wrong)} in all) or names them differently; "
             "they would be random. Complete the checkpoint, or pass `tensorlens.Lens` a model that you loaded yourself."
         )

@@ -1,7 +1,7 @@
-"""Several samples: rows of a data set made into inputs, inputs collated into a batch, a processor's batch taken apart.
+"""Several samples: rows of a data set made into inputs, inputs collated into a batch, a processor's batch split.
 
 Texts of a data set are tokenised together, and a row that cannot be an input says why. A batch is stacked where samples
-are alike and padded at the end where lengths differ. A batch that a processor made is taken apart, its padding dropped.
+are alike and padded at the end where lengths differ. A batch from a processor is split, and its padding dropped.
 """
 
 from __future__ import annotations

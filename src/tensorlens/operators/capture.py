@@ -148,7 +148,7 @@ def _of_jacobian(recording: Recording, origin: Origin) -> Recording | None:
 
 
 def beginning(inputs: dict[str, Any], n: int) -> dict[str, Any] | None:
-    """The first `n` tokens of a text: every axis over tokens is cut; None where there are no more, or none at all."""
+    """The first `n` tokens of a text, with every axis over tokens cut; None if there are not more than n."""
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if not isinstance(tokens, Tensor) or tokens.dim() < 2 or tokens.shape[1] <= n or "decoder_input_ids" in inputs:
         return None

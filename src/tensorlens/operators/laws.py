@@ -147,7 +147,7 @@ class LawEvidence:
         return tuple(found)
 
     def _passing_alone(self, n: int) -> float:
-        """What a block passes on to whatever reads it: of its state, or of its streams if it reads others."""
+        """The share of its state that a block passes on to its readers, or of its streams if it reads others."""
         recording, program = self.recording, self.recording.scaled(self.operator.heads)
         steps = tuple([step for step in program.steps if step.block == n])
         made = {step.out for step in steps}
@@ -178,7 +178,7 @@ class LawEvidence:
 
     @cached_property
     def expected(self) -> Tensor:
-        """F(X), by the model itself where there is one; with heads chosen no other way gives it."""
+        """F(X), by the model itself if there is one and all heads are kept."""
         operator = self.operator
         if operator.heads:
             return self.at_x
@@ -250,7 +250,7 @@ def completeness(e: LawEvidence) -> float:
 
 
 def composition(e: LawEvidence) -> float | None:
-    """F̃ₙ(F̃ₘ(V)) = F̃(V): the blocks in two steps; None where a range in the middle is refused."""
+    """F̃ₙ(F̃ₘ(V)) = F̃(V): the blocks in two steps; None if a range in the middle is refused."""
     recording, (start, stop), heads = e.recording, e.operator.span, e.operator.heads
     if stop - start < 2:
         return 0.0

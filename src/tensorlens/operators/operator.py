@@ -407,7 +407,7 @@ class FrozenOperator(TensorOperator):
 
     def adjoint_folded(self, u: Tensor, *, by_matrices: bool = False) -> Tensor:
         """Tᵀ·u by folded blocks; `by_matrices` as rows and norms go, with the token-wise matrices of all tokens."""
-        assert self.folded is not None, "asked of an operator that folds"
+        assert self.folded is not None, "only for an operator that folds"
         size = fitting(self.bytes_per_cotangent, len(u), self.device)
         pull = partial(self.folded.pull, sample=self.sample, keep_matrices=by_matrices)
         with self._folding():

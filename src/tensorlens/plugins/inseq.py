@@ -101,7 +101,7 @@ class TensorLensAttribution(FeatureAttribution):
 
 
 def _ids(more: tuple[Any, ...], is_paired: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Token ids and masks, of encoder and decoder where there are two, as inseq's formatters pass them."""
+    """Token ids and masks, of encoder and decoder if there are two, as inseq's formatters pass them."""
     ids = list(more[:2] if is_paired else more[:1])
     masks = more[4:6] if is_paired else more[3:4]
     return ids, [torch.ones_like(one) if mask is None else mask for one, mask in zip(ids, masks, strict=True)]

@@ -39,7 +39,7 @@ def raw(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def spec_of(value: Tensor) -> Spec:
-    """What kind of tensor a value is."""
+    """Shape, type and device of a tensor."""
     return Spec(value.shape, value.dtype, value.device)
 
 

@@ -81,7 +81,7 @@ def _parts(name: str, weight: Any) -> dict[str, Tensor]:
 
 
 class ModuleCalls:
-    """What a recording does at each module.
+    """The actions of a recording at each module.
 
     Args:
         places: Where modules are.

@@ -1,4 +1,4 @@
-"""What a model computes from its first state before the first block runs.
+"""The part of a model between its first state and the first block.
 
 A skip from the embedding (`skip = x.clone()`, added back after the last block) is a function of $X^0$ like everything
 else, but it is computed before the state enters the first block and becomes live. The torch functions before that

@@ -308,9 +308,9 @@ class Recorder:
             state.slot = self.run.slot_of(layout.to_native(tokens))  # type: ignore[attr-defined]
         if not is_live(tokens):
             raise AnatomyError(
-                f"What enters block {len(self.states)} in `{self.anatomy.stack}` does not depend on what "
-                f"entered the first of them through any operation that the rules follow. Pass the path of the "
-                f"right list as `blocks=`."
+                f"No operation that the rules follow leads from the state that enters the first block in "
+                f"`{self.anatomy.stack}` to the input of block {len(self.states)}. Pass the path of the right list as "
+                "`blocks=`."
             )
         return tokens  # type: ignore[return-value]
 
@@ -359,10 +359,9 @@ class Recorder:
         tokens = self._layout(state, -1).to_tokens(state)
         if not is_live(tokens):
             raise AnatomyError(
-                f"What leaves the blocks in `{self.anatomy.stack}` does not depend on the tensor that enters "
-                f"the first of them as its state through any operation that the rules follow. Let the blocks "
-                f"take their state first, or pass the "
-                "path of the right list as `blocks=`."
+                f"No operation that the rules follow leads from the state that enters the first block in "
+                f"`{self.anatomy.stack}` to the output of the last one. Let the blocks take their state first, "
+                "or pass the path of the right list as `blocks=`."
             )
         self.end = self._kept(tokens)
 

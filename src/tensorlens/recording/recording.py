@@ -191,7 +191,7 @@ class Recording:
     @property
     def anatomy(self) -> Anatomy:
         """Where the parts of the model are."""
-        assert self.origin is not None, "asked where there is a model"
+        assert self.origin is not None, "only with a model"
         return self.origin.anatomy
 
     # Parts of the program ---------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ class Recording:
 
     def logits_at(self, out_token: int) -> Tensor:
         """Logits (class,) at the input of the recording."""
-        assert self.readout is not None, "asked of a model with a head"
+        assert self.readout is not None, "only for a model with a head"
         return self.logits(self.readout, out_token)[0]
 
     def head_cotangent(self, weights: Tensor, out_token: int) -> Tensor:
@@ -414,7 +414,7 @@ class Recording:
 
     def at_readout(self, vector: Tensor, out_token: int) -> Tensor:
         """A cotangent (1, …) of the readout that lives on one output: (channel,), or (class,) where it has logits."""
-        assert self.readout is not None, "asked of a model with a head"
+        assert self.readout is not None, "only for a model with a head"
         u = torch.zeros_like(self.readout[:1])
         if u.dim() == 2:
             u[0] = vector

@@ -1,4 +1,4 @@
-"""Studies: questions asked of maps and operators over many samples, as runs that can be interrupted.
+"""Studies: questions about maps and operators over many samples, as runs that can be resumed.
 
 Each is called in one way, ``study(lens, data, out, **options)``, and returns a `StudyResult`.
 """
@@ -39,7 +39,7 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when it is asked for: a process that only starts others needs no torch."""
+    """Import a public name on first use: a process that only starts others needs no torch."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -63,9 +63,9 @@ class JudgeOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         methods: Names of maps, with the rule set after an @ (``tensor.in_class@attn_lrp``); all if None.
-        limit: Items of each set, at most.
-        seed: Seed of the bootstrap.
-        group_size: Items that share a recording. Numbers depend on it by rounding alone.
+        limit: Largest number of items per set.
+        seed: Random seed for the bootstrap.
+        group_size: Items that share a recording. Numbers depend on it only by rounding.
     """
 
     methods: Sequence[str] | None = None
@@ -129,7 +129,7 @@ def judge(
 
     Args:
         lens: A language model with its tokenizer.
-        data: A .csv or .jsonl file of items, or a folder of them, each one set.
+        data: A .csv or .jsonl file of items, or a folder of such files, each of which is one set.
         out: The run's folder.
         options: Methods and limits; see `JudgeOptions`.
         progress: Whether to show a bar; None shows it in a terminal.

@@ -57,8 +57,8 @@ class StudyResult:
     ``result["n_samples"]`` is short for ``result.summary["n_samples"]``.
 
     Attributes:
-        folder: Where it is.
-        summary: What `summary.json` holds.
+        folder: Its folder.
+        summary: The content of `summary.json`.
     """
 
     folder: Path

@@ -112,7 +112,7 @@ def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any
 
 
 # GELUs that transformers writes out in Python: products of primitives, which the rules for torch functions would
-# take apart. Those that call one torch function need no entry.
+# split. Those that call one torch function need no entry.
 for _name, _gain in {
     "NewGELUActivation": activations.gelu_tanh,
     "FastGELUActivation": activations.gelu_tanh,

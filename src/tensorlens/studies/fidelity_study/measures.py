@@ -138,7 +138,7 @@ def distance_to_jacobian(T: AttentionTensor, n_probes: int, seed: int) -> dict[s
 
 
 def alternative_bounds(T: AttentionTensor) -> dict[str, dict[str, float]]:
-    r"""What the eight baselines allow where Proposition 1 is asked of them: $R\otimes I$ in place of T.
+    r"""The bound of Proposition 1 for the eight baselines, with $R\otimes I$ in place of T.
 
     The proposition needs $T·X + B = F(X)$. A baseline has no B, and $\Vert RX - F(X)\Vert/\Vert F(X)\Vert$ (`at_x`) is
     the error that it begins with. With $B := F(X) - RX$ the bound holds for any R with $\Vert R\Vert_2$ (`norm`),

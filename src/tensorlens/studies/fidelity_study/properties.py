@@ -82,7 +82,7 @@ def tensor_properties(
 
     Args:
         T: The tensor of a whole model.
-        out_token: The output; by default the last token of a language model and the first of another.
+        out_token: The output; by default the last token of a language model and the first of any other model.
         ranges: As `block_ranges` makes them; single blocks, prefixes and suffixes by default.
 
     Returns:
@@ -178,7 +178,7 @@ def word_pairs(T: AttentionTensor, in_token: int, out_token: int = -1, k: int = 
         k: How many pairs.
 
     Returns:
-        Word at the input, word at the output and score, the largest first. Where something stands between the
+        Word at the input, word at the output and score, the largest first. If something comes between the
         embedding and the first block (a norm, a scale, positions), $e_v$ is the embedding before it.
 
     Raises:

@@ -46,10 +46,10 @@ class FidelityOptions(Options, frozen=True, kw_only=True):
     Attributes:
         sizes: Lengths of ε relative to X.
         n_random: Random directions per input.
-        n_token: Directions towards another token per input, where the input has tokens.
-        n_probes: Probes of the distance to the Jacobian.
-        seed: Seed of everything drawn.
-        stride: Properties at every `stride` blocks; 0 leaves them out.
+        n_token: Directions towards another token per input, if the input has tokens.
+        n_probes: Probes for the distance to the Jacobian.
+        seed: Random seed for directions and probes.
+        stride: Measure properties at every n-th block; 0 leaves them out.
         out_token: The output whose slice is measured; if None, the last of a language model and the first of other
             models.
     """
@@ -79,7 +79,7 @@ def fidelity(
     progress: bool | None = None,
     **changes: Any,
 ) -> StudyResult:
-    """Measure the errors of tensor and Jacobian around inputs, beside what the bounds allow; write a run.
+    """Measure the errors of T and the Jacobian around inputs, compare them with the bounds, and write a run.
 
     Args:
         lens: Any model.

@@ -23,15 +23,15 @@ CONTROLS = ("control.random", "control.recency", "control.position", "control.em
 
 
 class Training(Options, frozen=True, kw_only=True):
-    """How a model is fine-tuned for sentiment before it is measured; the paper says only that it was.
+    """How a model is fine-tuned for sentiment before it is measured; the paper gives no details.
 
     Attributes:
         epochs: Passes over the reviews; 0 does not train, and then the model must have been trained before.
-        learning_rate: The largest one, after a tenth of the steps.
-        batch_size: Reviews at a time.
+        learning_rate: The peak learning rate, reached after a tenth of the steps.
+        batch_size: Reviews per batch.
         n_tokens: Longer reviews are cut.
-        limit: Reviews at most.
-        held_out: Share of the data that is measured on and not trained on, where they have no parts of their own.
+        limit: Largest number of reviews.
+        held_out: Share of the data for measuring instead of training, if the data have no parts.
     """
 
     epochs: int = 2
@@ -53,10 +53,10 @@ class Protocol(Options, frozen=True, kw_only=True):
     Attributes:
         n_samples: Samples of a perturbation table; the paper does not say how many.
         stratify: Draw in turn from each label or class; data without labels are refused. Otherwise at random.
-        perturbation: Grid, replacement, which tokens may go, watched output, norms.
+        perturbation: Grid, replacement, replaceable tokens, watched output, norms.
         relations: Splits, prompts, filters, starting layers.
         training: Fine-tuning of ModernBERT and Gemma3.
-        tables: By table, single options of it that differ.
+        tables: Options of single tables that differ, by table.
     """
 
     n_samples: int = 1000

@@ -37,14 +37,14 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
 
     Attributes:
         methods: Names in `METHODS`; all of them if None. Those of T may have a rule set
-            after an @: ``tensor.in_class@attn_lrp``. One that does not apply to the model is reported as missing.
-        limit: How many samples at most.
+            after an @: ``tensor.in_class@attn_lrp``. A method that does not apply to the model is reported as missing.
+        limit: Largest number of samples.
         draw: Samples in the order of the ``file``, or drawn at ``random``: in turn from each label, class or article.
-        watch: The output whose state is watched and explained: ``first``, ``last``, the ``mean`` of all, or by
-            ``auto`` the last of a decoder and the first of another model.
-        presets: For decoders, one or both of ``strict`` (the last token stays) and ``paper-like`` (it may go).
+        watch: The output whose state is watched and explained: ``first``, ``last``, the ``mean`` of all, or with
+            ``auto`` the last of a decoder and the first of any other model.
+        presets: For decoders, ``strict`` (the last token is never replaced), ``paper-like`` (it may be), or both.
         keep_first: Number of tokens at the beginning that are never replaced, besides special ones.
-        replacements: What takes a token's place. Texts: ``token`` (mask, unknown, padding or end token), ``zero``,
+        replacements: How a token is replaced. Texts: ``token`` (mask, unknown, padding or end token), ``zero``,
             ``mean`` (embeddings), ``attention`` (masked out), ``delete``. Images: ``black``, ``mean``, ``blur``.
             The first of these if None.
         grid: Fractions of tokens replaced, from 0.
@@ -54,16 +54,16 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
             within one article.
         column: Column or field with the text.
         label: Column or field with the label.
-        split: For data with several parts: which one.
+        split: For data with several parts, the part to use.
         absolute: Rank by magnitude; by signed score otherwise.
         raw_norms: Join matrices of norms over blocks as they are; otherwise rows are divided by their sums first.
-        seed: For the draw, the random control and the bootstrap.
+        seed: Random seed for the draw, the random control and the bootstrap.
         n_random: Random orders that the random control averages over.
         norm_probes: Estimate `tensor.norm` by this many random probes; exact if None.
         batch_size: Replaced copies run at a time; 256 on a GPU and 64 elsewhere if None. Numbers depend on it by
             rounding alone.
         group_size: Samples measured together, so that copies of several share a batch; an interruption loses at most
-            as many. None: 16, or fewer where a run has few samples. Numbers depend on it by rounding alone.
+            as many. None: 16, or fewer if a run has few samples. Numbers depend on it only by rounding.
     """
 
     methods: tuple[str, ...] | None = None
@@ -132,12 +132,12 @@ def perturbation(
     progress: bool | None = None,
     **changes: Any,
 ) -> StudyResult:
-    r"""Run the perturbation study, or continue one.
+    r"""Run the perturbation study, or resume one.
 
-    For each method the highest-ranked tokens are replaced first, a growing fraction f of them, and the change of the
+    For each method, a growing fraction f of the tokens is replaced, the highest-ranked first, and the change of the
     watched output is measured: HS-MSE, $\frac1D\lVert F(X)_o - F(X_f)_o\rVert^2$, and, where the model has classes
-    there, the drop of probability of the class it chose (AOPC, and its absolute value, abs-AOPC). Where samples have
-    labels, so is whether it is still right (accuracy). The least relevant first is measured too.
+    there, the drop in probability of the class it chose (AOPC, and its absolute value, abs-AOPC). If samples have
+    labels, the accuracy is measured too. The reverse order, least relevant first, is measured as well.
 
     Args:
         lens: The model, with its tokenizer or image processor.

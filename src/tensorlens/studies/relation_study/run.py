@@ -64,18 +64,18 @@ class RelationOptions(Options, frozen=True, kw_only=True):
     """Everything a relation run depends on besides model and data.
 
     Attributes:
-        n_train: m, examples that the mean is taken over; a prompt holds the other m - 1.
+        n_train: m, the number of examples in the mean; the prompt of each example contains the other m - 1.
         n_splits: Splits into training and test, each with a seed of its own.
         seed: Seed of the first split.
         top_k: Test facts are kept if the object's first token is among the model's `top_k`.
-        min_test: Test facts that a split needs to be scored, and half of the splits must be.
-        max_test: Test facts per split at most, drawn at random.
+        min_test: Test facts that a split needs to be scored; at least half of the splits must be scored.
+        max_test: Largest number of test facts per split, drawn at random.
         test_examples: Examples in a test prompt: ``m-1``, as in training, or all ``m``. A mean needs prompts of one
-            length, so with ``m`` those of training hold all m too, their own fact among them.
+            length, so with ``m`` training prompts contain all m too, including their own fact.
         starts: Blocks to start from; 0 is the whole model.
-        scales: The grid that a tuned β is chosen from.
+        scales: The values that β is tuned over.
         with_lre: Whether to run LRE, which costs as much as the slices.
-        limit: Relations of each category at most; all if None.
+        limit: Largest number of relations per category; all if None.
         categories: Only these; all if None.
     """
 

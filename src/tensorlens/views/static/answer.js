@@ -1,4 +1,4 @@
-// An answer as text: click a part of it and the passages that it stands on light up; click a passage, and the parts.
+// An answer as text: click a part to highlight the passages it is based on, or a passage to highlight its parts.
 
 const LONGEST_PASSAGE = 110;
 
@@ -24,7 +24,7 @@ class AnswerText {
   text(label, pieces) {
     const node = element("div", { class: "answer-text", role: "group", "aria-label": label, dir: directionOf([pieces.map(({ text }) => text).join("")]) });
     const spans = pieces.map(({ text, i = null, j = null }) => {
-      // Line breaks of a text are seen as such; everything else that is hidden has a sign.
+      // Line breaks of a text are kept; every other invisible character has a sign.
       const shown = text.split("\n").map((line) => (line === "" || /^ +$/.test(line) ? line : visible(line))).join("\n");
       const isPart = i !== null && i !== undefined;
       const isPassage = !isPart && j !== null && j !== undefined;
@@ -47,7 +47,7 @@ class AnswerText {
     });
   }
 
-  // The same click again lets go.
+  // The same click again clears the choice.
   toggle({ row = null, column = null }) {
     this.choose(row === this.row && column === this.column ? {} : { row, column });
   }
@@ -108,7 +108,7 @@ class AnswerText {
     else this.says.textContent = this.data.against === null ? "What the whole answer rests on" : "Why this answer rather than the other";
   }
 
-  // Passages by size, what is set aside and the bias below them, and what all of it sums to.
+  // Passages by size, below them the tokens set aside and the bias, and the sum of everything.
   fill(columns, scores, aside) {
     const bias = this.total(this.data.bias);
     const all = scores.reduce((sum, score) => sum + Math.abs(score), Math.abs(bias ?? 0)) || 1;

@@ -1,4 +1,4 @@
-// Inputs that take no part in the colours, and what an attention sink gives: a switch, and bars on the scale of the others.
+// Inputs outside the colour scale and the part of an attention sink: a switch, and bars on the scale of the others.
 
 class Aside {
   constructor(lens) {
@@ -12,7 +12,7 @@ class Aside {
 
   buildSwitch() {
     const { lens } = this;
-    const isTold = lens.data.sink.length && !lens.data.setAside.length; // a sink that stands beside the inputs already
+    const isTold = lens.data.sink.length && !lens.data.setAside.length; // a sink that is beside the inputs already
     if (lens.data.grid || lens.nIn < 3 || isTold) return null;
     const names = this.columns.slice(0, 3).map((j) => `“${shorten(visible(lens.data.inTokens[j]), 16).trim()}”`);
     const more = this.columns.length > 3 ? " …" : "";

@@ -1,4 +1,4 @@
-// Around the heat map: token labels where they fit, positions where they do not, and the overview of a zoomed map.
+// Around the heat map: token labels if they fit, otherwise positions, and the overview of a zoomed map.
 
 const LARGEST_LABEL = 12.5;
 
@@ -64,7 +64,7 @@ function drawTitles(pen, map) {
   pen.restore();
 }
 
-// A thumbnail of the whole map with a frame around the part that is seen; drag it to move.
+// A thumbnail of the whole map with a frame around the visible part; drag it to move.
 class Overview {
   constructor(map) {
     this.map = map;

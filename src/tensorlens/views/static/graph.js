@@ -20,7 +20,7 @@ class GraphView {
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
     const across = tokens.length > 1 ? "Tokens run from left to right, " : "The parts of a block stand side by side, ";
     const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. " + across + "blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others, click one for what it received and passed on." });
-    this.node = element("section", { class: "graph-part" }, [element("h3", { text: `Graph: components${tokens.length > 1 ? " at tokens" : ""}, and what each passed to which` }), tools, legend, this.canvas, this.list]);
+    this.node = element("section", { class: "graph-part" }, [element("h3", { text: `Graph: components${tokens.length > 1 ? " at tokens" : ""}, and what they pass to each other` }), tools, legend, this.canvas, this.list]);
     this.sink = this.findSink();
     this.isAside = this.sink !== null;
     if (this.isAside) tools.append(checkbox(`Set aside “${shorten(visible(tokens[this.sink]), 16).trim()}”, which outweighs every other token`, true, (isOn) => this.setAside(isOn)));
@@ -31,7 +31,7 @@ class GraphView {
     this.listen();
   }
 
-  // The first token, where what its nodes carry outweighs that of every other token but the last: an attention sink.
+  // The first token, if its nodes carry more than those of every other token but the last: an attention sink.
   findSink() {
     const { nodes } = this.data.graph;
     const carried = new Map();
@@ -45,7 +45,7 @@ class GraphView {
     return this.isAside && node.token === this.sink && node.kind !== "target";
   }
 
-  // Sizes, widths and labels are shared out among what is not set aside.
+  // Sizes, widths and labels are relative to the nodes that are not set aside.
   scale() {
     const { nodes } = this.data.graph;
     const shown = nodes.filter((node) => !this.isOut(node));
@@ -61,7 +61,7 @@ class GraphView {
     this.draw();
   }
 
-  // Nodes of one token and block stand beside each other; a step is as wide as the fullest of its places.
+  // Nodes of one token and block are beside each other; a step is as wide as its fullest place.
   place(nodes) {
     const taken = new Map();
     const widths = new Map();
@@ -185,7 +185,7 @@ class GraphView {
       const other = nodes[from === at ? to : from];
       return element("li", { text: `${formatNumber(weight, true)} ${from === at ? "to" : "from"} ${other.name} at ${other.token} ${visible(this.data.tokens[other.token])}` });
     };
-    // What came in on the left, what it gave on the right.
+    // Incoming edges on the left, outgoing edges on the right.
     const sides = [this.edges.filter(([, to]) => to === at), this.edges.filter(([from]) => from === at)].map((some) => some.slice(0, 6).map(line));
     const pairs = Array.from({ length: Math.max(...sides.map((side) => side.length)) }, (_, k) => sides.map((side) => side[k] ?? element("li", { class: "none" })));
     this.list.replaceChildren(...pairs.flat());
@@ -232,7 +232,7 @@ class GraphView {
       pen.beginPath();
       pen.moveTo(...a);
       const middle = (a[1] + b[1]) / 2;
-      // Between nodes that stand above each other an edge bows out to the left, the further the longer it is.
+      // Between nodes above each other an edge bends to the left, the more the longer it is.
       const bow = nodes[from].token === nodes[to].token ? 0.3 * Math.abs(a[1] - b[1]) : 0;
       if (bow) pen.bezierCurveTo(Math.min(a[0], b[0]) - bow, a[1], Math.min(a[0], b[0]) - bow, b[1], ...b);
       else pen.bezierCurveTo(a[0], middle, b[0], middle, ...b);
@@ -262,7 +262,7 @@ class GraphView {
     this.drawLabels(pen, labels);
   }
 
-  // The chosen node's first, then the strongest; one that would cover another is left out.
+  // The chosen node's label first, then the strongest; a label that would cover another is left out.
   drawLabels(pen, labels) {
     const isDark = this.shade === "dark";
     const rank = ({ node }) => (node === this.chosen || node.kind === "target" ? Infinity : Math.abs(node.value));

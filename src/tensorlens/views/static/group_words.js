@@ -1,6 +1,6 @@
-// Tokens put together into words: labels joined, columns summed, as `TokenMap.group("words", sink_beside=True)` does it.
+// Tokens grouped into words: labels joined, columns summed, as in `TokenMap.group("words", sink_beside=True)`.
 
-// A map of one output begins in words where its scores add up, which signed ones do; a matrix pairs token with token.
+// A map of one output begins in words if its scores add up, as signed ones do; a matrix pairs token with token.
 function beginsInWords(data) {
   return data.isSigned && data.words.length > 0 && data.biasShare.length === 1;
 }
@@ -10,7 +10,7 @@ function inWords(data) {
   const nOut = biasShare.length;
   const nIn = inTokens.length;
   const { values, unit } = new Scores(data.scores, nOut, nIn);
-  // An attention sink, the first token, stands beside its word and not in it.
+  // An attention sink, the first token, is beside its word and not in it.
   const sink = setAside.length === 1 && setAside[0] === 0 ? 0 : null;
   const words = data.words.flatMap(([label, start, stop]) => {
     const tokens = Array.from({ length: stop - start }, (_, k) => start + k);

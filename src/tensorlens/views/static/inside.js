@@ -33,7 +33,7 @@ class Inside {
     if (data.components) this.choose(this.strongest());
   }
 
-  // The strongest heads and feed-forwards, each with what it does in words.
+  // The strongest heads and feed-forwards, each with its effect in words.
   buildRanking() {
     const { total, details } = this.data.components;
     const all = total.flatMap((line, row) => line.map((score, column) => ({ row, column, score, one: details[row]?.[column] })));
@@ -97,7 +97,7 @@ class Inside {
     return `block ${blocks[row]}, ${/^\d+$/.test(columns[column]) ? `attention head ${columns[column]}` : columns[column]}`;
   }
 
-  // The strongest head, which has something to tell of what it read; of anything else where there are no heads.
+  // The strongest head, since heads have readings; without heads, the strongest component.
   strongest() {
     let best = [0, 0];
     const { total: cells, columns } = this.data.components;
@@ -142,10 +142,10 @@ class Inside {
     this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about, look: one?.look, again } }));
   }
 
-  // Where the head looked for most of what it carries, and the score that made it look there, pair by pair.
+  // Where the head attended for most of its effect, and the score behind that, pair by pair.
   lookNode(look) {
     const at = (token) => `${token} “${visible(this.data.tokens[token]).trim()}”`;
-    const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %); what it took from there moved the target most.`;
+    const where = `At ${at(look.query)} it looked at ${at(look.key)} (attention ${(100 * look.attention).toFixed(0)} %); what it read there moved the target most.`;
     const parts = [element("span", { class: "name", text: "Why it looked there" }), element("p", { text: where })];
     if (look.why) parts.push(element("p", { text: `The score before softmax is ${formatNumber(look.why.score, true)}: the sum of all pairs of what the query read (rows) and what the key read (columns). Colours go up to the strongest pair that has names.` }), ...this.whyNodes(look));
     return element("div", { class: "look" }, parts);

@@ -1,4 +1,4 @@
-// Token text made safe to look at, as in labels.py, and numbers as people read them.
+// Token text made safe to display, as in labels.py, and numbers as people read them.
 
 const NAMED = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
@@ -17,7 +17,7 @@ function visible(token) {
       ? "\\u" + code.toString(16).padStart(4, "0")
       : "\\U" + code.toString(16).padStart(8, "0");
   });
-  // A combining mark alone would attach itself to whatever stands before it.
+  // A combining mark alone would attach itself to the character before it.
   return /^\p{M}/u.test(token) ? "◌" + shown : shown;
 }
 

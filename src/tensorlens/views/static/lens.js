@@ -26,18 +26,18 @@ class MapLens {
     onShadeChange(() => this.applyShade(), this.gone.signal);
   }
 
-  // What is looked at first: the token that stands for a picture, or the last output; of one row the strongest input.
+  // The first selection: the token that represents a picture, or the last output; in one row the strongest input.
   start() {
     const i = this.data.grid?.first > 0 && this.nOut > 1 ? 0 : Math.max(this.nOut - 1, 0);
     return { i, j: this.nOut === 1 ? (this.scores.strongest(0, 1)[0] ?? 0) : 0 };
   }
 
-  // One row has the slider of the heat map that it does not have.
+  // One row has no heat map, but it has its slider.
   get rowContrast() {
     return this.nOut === 1 ? this.contrast : 1;
   }
 
-  // Where output i stands in the text, for a map that has only some of its rows.
+  // The place of output i in the text, for a map that has only some of its rows.
   position(i) {
     return this.data.outPositions?.[i] ?? i;
   }
@@ -141,7 +141,7 @@ class MapLens {
     return this.nIn !== this.source.inTokens.length;
   }
 
-  // What is known of the map's origin may grow, as by a certificate.
+  // More may become known about the map's origin, such as a certificate.
   recaption(lines) {
     this.source.caption = this.data.caption = lines;
     const next = caption(this);
@@ -230,7 +230,7 @@ class MapLens {
     this.mark(true);
   }
 
-  // What the colours mean below a question; otherwise which output they are about.
+  // Below a question, the meaning of the colours; otherwise their output.
   readingOf(i) {
     const isDark = this.shade === "dark";
     if (this.isQuestion && this.nOut === 1) return [this.isSigned ? `${isDark ? "Orange" : "Red"} supports it, blue works against it` : `The ${isDark ? "lighter" : "darker"}, the more it contributes`];

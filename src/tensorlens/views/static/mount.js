@@ -1,6 +1,6 @@
 // From a host element with its data to a living map. `mount` alone is for pages that bring their own data.
 
-// `source` is the data before tokens were put together into words; without it, the map chooses how it begins.
+// `source` is the data before tokens were grouped into words; without it, the map chooses how it begins.
 function mount(host, data, source = null) {
   if (source === null) return mount(host, beginsInWords(data) ? inWords(data) : data, data);
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });

@@ -54,7 +54,7 @@ class Pairs {
     });
     const tokens = element("p", { class: "tokens", dir: directionOf(labels) }, spans);
     const pictures = new Pictures(this.data.pictures[side], (k) => this.pick([axis, k]));
-    // Patches are in the picture; beside it stands what is not, such as a class token.
+    // Patches are in the picture; other tokens, such as a class token, are beside it.
     spans.forEach((span, k) => (span.hidden = pictures.holds(start + k) >= 0));
     const parts = pictures.pictures.length ? [pictures.node, tokens] : [tokens];
     return { axis, spans, pictures, node: element("section", {}, [element("h3", { text: heading }), ...parts]) };
@@ -71,7 +71,7 @@ class Pairs {
     return axis ? this.data.cells[other][k] : this.data.cells[k][other];
   }
 
-  // Partners of one token, or what every token carries with all of the other text.
+  // Partners of one token, or the score of every token with all of the other text.
   show(place) {
     this.shown = place;
     const colours = new Colours(true, this.shade);

@@ -52,7 +52,7 @@ class PatchOverlay {
     if (next >= first && next < first + rows * columns) this.lens.select({ i, j: next });
   }
 
-  // What full colour stands for: the largest score of a patch. A class token beside them may be many times larger.
+  // The score of full colour: the largest of a patch. A class token beside them may be many times larger.
   limit() {
     const { lens, grid } = this;
     let limit = 0;

@@ -37,7 +37,7 @@ class Scores {
     this.setAside(aside);
   }
 
-  // Columns that take no part in limits and colours.
+  // Columns outside limits and colours.
   setAside(columns) {
     this.aside = new Set(columns);
     this.hasMissing = false;
@@ -72,7 +72,7 @@ class Scores {
     return this.values[i * this.nIn + j] * this.unit;
   }
 
-  // What full colour stands for in row i: the largest score of the row, or of the map.
+  // The score of full colour in row i: the largest of the row, or of the map.
   scaleOf(i, perRow) {
     return (perRow ? this.limits[i] || 1 : this.limit) * this.unit;
   }
@@ -81,7 +81,7 @@ class Scores {
     return this.aside.has(j) ? NaN : this.at(i, j) / this.scaleOf(i, perRow);
   }
 
-  // Inputs by size of their score, the largest first; zeros carry nothing and are left out, as is what is set aside.
+  // Inputs by size of their score, the largest first, without zeros and inputs that are set aside.
   strongest(i, count) {
     const strength = (j) => {
       const size = Math.abs(this.at(i, j));

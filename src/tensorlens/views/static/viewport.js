@@ -1,4 +1,4 @@
-// Which part of the matrix is seen, and how large a cell is on the screen. Pure numbers, no drawing.
+// The visible part of the matrix, and the size of a cell on the screen. Pure numbers, no drawing.
 
 const LARGEST_CELL = 40;
 const SMALLEST_ROW = 18;

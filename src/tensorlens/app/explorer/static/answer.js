@@ -1,4 +1,4 @@
-// The second page: a prompt, what the model says after it, and which parts of the prompt the answer rests on.
+// The second page: a prompt, the model's answer, and the parts of the prompt that the answer is based on.
 
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";
@@ -43,7 +43,7 @@ export class AnswerPanel extends Asking {
       made.show(view[name]);
       return field(label, made.node);
     };
-    this.go = button("Answer", "Answer: ask the model, and trace what it says back", () => this.run());
+    this.go = button("Answer", "Answer: let the model answer, and trace the answer back to the prompt", () => this.run());
     this.go.className = "main";
     const chat = element("input", { type: "checkbox", "aria-label": "As a chat" });
     chat.checked = view.chat;
@@ -76,7 +76,7 @@ export class AnswerPanel extends Asking {
     return node;
   }
 
-  // Other passages or parts of the same answer cost no new model pass.
+  // Different passages or parts of the same answer need no new model pass.
   change(change) {
     Object.assign(this.view, change);
     this.onChange();
@@ -100,7 +100,7 @@ export class AnswerPanel extends Asking {
       this.said.textContent = event.text.split("\n").map((line) => (line ? visible(line) : line)).join("\n");
     }
     if (event.type === "map") {
-      this.said.hidden = true; // it stands in the result
+      this.said.hidden = true; // it is in the result
       this.result.show(event.map);
       this.result.offer(event.result, this.seconds);
     }

@@ -31,7 +31,7 @@ export async function uploadImage(file) {
   return (await response.json()).image;
 }
 
-// Ask, hear of every event, and get the last one.
+// Ask, receive every event, and return the last one.
 export async function ask(path, question, { signal, hear = () => {} } = {}) {
   const headers = { "content-type": "application/json" };
   const response = await reach(path, { method: "POST", headers, body: JSON.stringify(question), signal });

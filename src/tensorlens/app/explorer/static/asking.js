@@ -1,4 +1,4 @@
-// What both pages share: one question at a time, how far it is, and what went wrong.
+// The part that all pages share: one question at a time, its progress and its errors.
 
 import { ask } from "./api.js";
 
@@ -12,7 +12,7 @@ export class Asking {
     this.error = element("div", { class: "card error", role: "alert", hidden: "" });
   }
 
-  // Ask, hear of every event, and finish with the last; a newer question takes the place of this one.
+  // Ask, receive every event, and finish with the last; a newer question replaces this one.
   async put(path, question) {
     this.stop();
     const mine = (this.running = new AbortController());

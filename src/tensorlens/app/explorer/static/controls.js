@@ -23,15 +23,15 @@ export function choice(label, options, change) {
   return { node: select, show: (value) => (select.value = value) };
 }
 
-// Methods by what they answer; those that are not derived from T stand apart.
+// Methods by the question they answer; methods that are not derived from T are listed apart.
 export function methodChoice(methods, change) {
   const options = methods.map(({ name, title, is_of_tensor: isOfTensor }) => ({ name, title, family: isOfTensor ? "Maps of T" : `Not derived from T: ${name.split(".")[0]}` }));
   return choice("Method", options, change);
 }
 
-const MOST_CHIPS = 3; // the others are offered where one types
+const MOST_CHIPS = 3; // the others are offered while typing
 
-// Names in a row, of which one may be chosen; choosing it again lets go of it.
+// Names in a row, of which one may be chosen; choosing it again clears the choice.
 function chips(label, change) {
   const node = element("div", { class: "chips", role: "group", "aria-label": label });
   const show = (candidates, chosen, nothing) => {
@@ -56,7 +56,7 @@ export function percent(share) {
   return size < 0.1 ? "< 0.1 %" : `${share < 0 ? "−" : ""}${size.toFixed(size < 9.95 ? 1 : 0)} %`;
 }
 
-// What is explained: one of the model's own predictions, another token typed in, or the difference of two.
+// The target: one of the model's own predictions, a token that is typed in, or the difference of two.
 export function targets(change) {
   const first = chips("Explain", (pick) => change({ target: pick, against: null }));
   const second = chips("Rather than", (pick) => change({ against: pick, ...(pick === null ? {} : { target: shown }) }));
@@ -75,7 +75,7 @@ export function targets(change) {
   const less = free("Another token to compare with", (against) => change({ against, target: shown }));
   const explain = group("Explain", element("div", { class: "chip-row" }, [first.node, other, known]));
   const rather = group("Rather than", element("div", { class: "chip-row" }, [second.node, less]));
-  // `implied` is what a map explains when nothing was chosen: the model's own prediction.
+  // `implied` is the target if nothing was chosen: the model's own prediction.
   const show = (view, { predictions, tokens, output, implied }) => {
     explain.hidden = !predictions.length;
     rather.hidden = !predictions.length || (view.target ?? implied) === null;

@@ -13,7 +13,7 @@ export class InsidePanel {
     this.problem = element("p", { class: "problem", role: "alert", hidden: "" });
     this.host = element("div");
     this.corrupted = element("input", { type: "text", dir: "auto", placeholder: "This text with something changed, and as many tokens" });
-    const compare = button("Find the circuit", "Find the circuit: which edges carry what this text has over the other one?", () => this.openCircuit());
+    const compare = button("Find the circuit", "Find the circuit: which edges carry the difference between this text and the other one?", () => this.openCircuit());
     const other = element("form", { class: "compared" }, [field("Another text", this.corrupted, "wide"), compare]);
     other.addEventListener("submit", (event) => event.preventDefault());
     this.recovered = element("table", { class: "recovered", hidden: "" });
@@ -21,7 +21,7 @@ export class InsidePanel {
     this.node = element("section", { class: "card inside", "aria-label": "Inside", hidden: "" }, [this.opener, this.told, this.problem, this.host, other, this.recovered, this.circuit]);
   }
 
-  // A new map: what is inside has to be asked for anew.
+  // A new map: the inside must be requested again.
   offer(isThere) {
     this.asked = null;
     this.told.textContent = "";
@@ -32,7 +32,7 @@ export class InsidePanel {
     this.host.addEventListener("tensorlens:component", (event) => this.offerSwitch(event.detail));
   }
 
-  // How far the work is stands beside the click that asked for it.
+  // Progress is shown beside the button that started the work.
   request(path, question, told) {
     told.textContent = "Asking …";
     return ask(path, question, { hear: ({ type, stage }) => type === "progress" && (told.textContent = `${visible(stage)} …`) });
@@ -69,7 +69,7 @@ export class InsidePanel {
     }
   }
 
-  // A button below a component, and what comes of it in words.
+  // A button below a component, and its result in words.
   offerAct([text, label], place, act) {
     const said = element("p", { class: "said", role: "status" });
     const node = button(text, `${text}: ${label}`, async () => {

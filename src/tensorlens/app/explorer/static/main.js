@@ -1,4 +1,4 @@
-// The page: the panels, the tools above them, and the link that brings all of it back.
+// The page: the panels, the tools above them, and the link that restores everything.
 
 import { ANSWER_LINK, AnswerPanel } from "./answer.js";
 import { getJson } from "./api.js";
@@ -159,7 +159,7 @@ class Explorer {
     this.write();
   }
 
-  // Two maps of the same tokens share one scale, and their difference stands below them.
+  // Two maps of the same tokens share one scale, and their difference is below them.
   compared() {
     const [first, second] = this.panels.map((panel) => panel.result);
     this.difference?.remove();

@@ -1,4 +1,4 @@
-// One side of the explorer: an input, the controls, and the map they ask for.
+// One side of the explorer: an input, the controls and the map.
 
 import { ask, uploadImage } from "./api.js";
 import { Asking, textArea } from "./asking.js";
@@ -92,7 +92,7 @@ export class Panel extends Asking {
     this.run();
   }
 
-  // A map of another text than the one that stands there is dimmed, and so are predictions after another text.
+  // A map of a text that was edited since is dimmed, and so are its predictions.
   showAge() {
     this.node.classList.toggle("stale", this.mapped !== undefined && !this.isSameInput(this.mapped));
     for (const node of this.targets.nodes) node.classList.toggle("old", this.known !== undefined && !this.isSameInput(this.known));
@@ -124,7 +124,7 @@ export class Panel extends Asking {
     this.result.say(this.saying());
   }
 
-  // What the model itself says, before any of it is explained.
+  // The model's own predictions, before any is explained.
   saying() {
     const [first] = this.input.predictions;
     return first && this.view.saved === null ? [`“${shorten(visible(first.name), 40)}”`, percent(first.probability)] : null;
@@ -154,7 +154,7 @@ export class Panel extends Asking {
     this.change({ ...change, ...method, ...back });
   }
 
-  // What was chosen for one model may not exist in another: blocks, heads, classes.
+  // Choices for one model (blocks, heads, classes) may not exist in another.
   changeModel(name) {
     const isPlain = this.view.method === STATE_METHOD || this.takesTarget(this.view.method);
     Object.assign(this.view, { model: name, ...(isPlain ? { method: null, every: true } : {}), target: null, against: null, blocks: null, heads: {}, output: null });
@@ -243,7 +243,7 @@ export class Panel extends Asking {
     super.hear(event);
   }
 
-  // Where a question is refused, the chips show again what the map explains.
+  // If a question is refused, the chips show the target of the map again.
   fail(error) {
     if (this.mapped && this.isSameInput(this.mapped)) {
       const { method, target, against } = this.mapped;
@@ -314,7 +314,7 @@ export class Panel extends Asking {
       this.input = { ...this.input, predictions, out_token: output };
       this.show();
     } catch {
-      // The chips of the output before stay; the map itself is not touched by this.
+      // The chips of the previous output stay; the map does not change.
     }
   }
 

@@ -56,7 +56,7 @@ export class Result {
     this.isQuiet = false;
   }
 
-  // What full colour stands for in the row that is shown, and the same for two maps side by side; 0 for its own.
+  // The score of full colour in the row that is shown; two maps side by side share it; 0 for the map's own.
   get scale() {
     return this.lens.scores.scaleOf(this.lens.cursor.i, this.lens.nOut === 1);
   }
@@ -81,7 +81,7 @@ export class Result {
     this.bias.replaceChildren("Bias share ", element("b", { text: isKnown ? percent(share) : "not known for this method" }));
   }
 
-  // Files can be had as soon as the map is there; the certificate may take longer.
+  // Files can be saved as soon as the map is there; the certificate may take longer.
   offer(result, seconds) {
     this.seconds = seconds;
     const link = (kind) => {

@@ -1,4 +1,4 @@
-// The third page: two texts, and which pairs of words make them similar.
+// The third page: two texts, and the pairs of words that make them similar.
 
 import { Asking, textArea } from "./asking.js";
 import { choice, field } from "./controls.js";

@@ -1,4 +1,4 @@
-// What a panel shows, as a small record, and its form in the address: everything after the #, which no server sees.
+// The view of a panel as a small record, and as text in the address: everything after the #, which no server sees.
 
 export const FRESH = {
   model: null,
@@ -82,7 +82,7 @@ const LARGEST = 512;
 
 // The link of a page with one form: its fields by name, each taken only if it has the form of what it begins as.
 export class FormLink {
-  // `text` is the field without which nothing is asked, `choices` has the values of the fields that have a list.
+  // `text` is the required field, `choices` has the values of the fields that have a list.
   constructor(page, text, fresh, choices = {}) {
     Object.assign(this, { page, text, fresh, choices });
   }
@@ -111,7 +111,7 @@ export class FormLink {
   }
 }
 
-// What the server is asked for.
+// The question to the server.
 export function question(view) {
   const value = (chosen) => (chosen === null ? null : (chosen.index ?? chosen.name));
   return {
