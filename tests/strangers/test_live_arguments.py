@@ -104,6 +104,7 @@ def test_the_papers_member_holds_a_gain_like_a_factor() -> None:
         (lambda z, g: first(F.prelu(first(z), pooled(g))), "second live argument"),
         (lambda z, g: F.conv1d(MATRIX[None], z[0].unsqueeze(-1)), "convolution by a live kernel"),
         (lambda z, g: torch.zeros_like(z).masked_scatter(z > 0, z[z > 0]), "`masked_scatter"),
+        (lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0]), "`embedding`"),
         (lambda z, g: torch.func.vmap(lambda w: (z * w).tanh())(MATRIX).mean(0), "within torch.func"),
     ],
 )
