@@ -257,9 +257,8 @@ def _tokens(classes: Classes, text: str) -> list[int]:
 def no_head(model: str) -> MethodError:
     """The error for a question about classes asked of a model that has none."""
     return MethodError(
-        f"`{model}` has no head that gives logits, so it has no classes to explain. Use "
-        "`tensor.in_out` or `tensor.norm`, "
-        "or load the model with its head."
+        f"`{model}` has no head that gives logits, so it has no classes to explain. Use `tensor.in_out` or "
+        "`tensor.norm`, or load the model with its head."
     )
 
 

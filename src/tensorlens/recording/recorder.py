@@ -354,10 +354,9 @@ class Recorder:
         tokens = self._layout(state, -1).to_tokens(state)
         if not is_live(tokens):
             raise AnatomyError(
-                f"What leaves the blocks in `{self.anatomy.stack}` does not depend on the tensor that enters "
-                f"the first of them as its state through any operation that the rules follow. Let the blocks "
-                f"take their state first, or pass the "
-                "path of the right list as `blocks=`."
+                f"What leaves the blocks in `{self.anatomy.stack}` does not depend on the tensor that enters the first "
+                "of them as its state through any operation that the rules follow. Let the blocks take their state "
+                "first, or pass the path of the right list as `blocks=`."
             )
         self.end = self._kept(tokens)
 
@@ -423,9 +422,8 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
     place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
     return (
         f"Under the rules `{type(model).__name__}` stopped{place}, although it runs on its own: "
-        f"{type(error).__name__}: "
-        f"{error}. Expected code that accepts tensor subclasses; write that step in plain torch "
-        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+        f"{type(error).__name__}: {error}. Expected code that accepts tensor subclasses; write that step in plain "
+        "torch functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
 
 

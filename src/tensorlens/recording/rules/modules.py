@@ -5,8 +5,7 @@ before the rules for torch functions; the first class in the module's ancestry t
 only if the module's forward is that class's own. They are keyed
 by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
 
-    @tl.adapter("my_package.layers.CubicActivation")
-    def cubic(run, module, forward, z):
+    @tl.adapter("my_package.layers.CubicActivation") def cubic(run, module, forward, z):
         return tl.activate(run, "cubic", z, lambda z: z**2)
 """
 
