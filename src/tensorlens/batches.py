@@ -39,7 +39,7 @@ from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_o
 from tensorlens.models.forward_signature import vocabulary_size
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes, stepwise
-from tensorlens.models.precision import in_float64, tf32_allowed
+from tensorlens.models.precision import in_float64, relative, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.progress import bar
@@ -508,9 +508,8 @@ class InBatches:
         if one.scores.shape != other.scores.shape:
             return False
         dtype = next(self.specimen.model.parameters()).dtype
-        accepted = _rounding(dtype, self.device.type == "cuda")
-        scale = in_float64(other.scores).norm().clamp_min(torch.finfo(torch.float64).tiny)
-        return float((in_float64(one.scores) - in_float64(other.scores)).norm() / scale) <= accepted
+        error = relative(in_float64(one.scores) - in_float64(other.scores), other.scores)
+        return error <= _rounding(dtype, self.device.type == "cuda")
 
     def _noted(self, found: Results) -> Results:
         """The same, with a note in `meta` if samples could not be batched freely."""

@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.precision import in_float64
+from tensorlens.models.precision import in_float64, relative
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.nodes import Step
 from tensorlens.program.program import Program
@@ -200,5 +200,4 @@ def _relative(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape or a.is_complex() or b.is_complex():
         return float("inf")
     a, b = in_float64(a).cpu(), in_float64(b).cpu()
-    size = float(a.norm())
-    return float((a - b).norm()) / size if size else float("inf")
+    return relative(a - b, a) if a.any() else float("inf")

@@ -216,10 +216,9 @@ def refuse_other_numbers(recording: Recording, seen: Evidence) -> None:
     accepted = repeated(state.dtype) * size
     if all(abs(float(one) - size) > accepted for one in calls[last].sizes):
         raise NotLinearError(
-            f"`{anatomy.model.__class__.__name__}` gave a different output in a second pass: what entered block "
-            f"{last} had "
-            f"norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same output for the same "
-            f"input; switch off randomness, and any state kept between calls outside its modules."
+            f"`{anatomy.model.__class__.__name__}` gave a different output in a second pass: what entered block {last} "
+            f"had norm {float(calls[last].sizes[0]):.6g}, then {size:.6g}. Expected the same output for the same "
+            "input; switch off randomness, and any state kept between calls outside its modules."
         )
 
 

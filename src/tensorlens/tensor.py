@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens import tensor_files
+from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable, check_path, missing_extra
 from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.defaults import METHOD, OUT_TOKEN, MapQuestion, default_output, has_one_row, has_predictions
@@ -25,7 +26,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes
 from tensorlens.models.precision import Precision
 from tensorlens.operators.certificate import Certificate, certify
-from tensorlens.operators.operator import FrozenOperator, check_token
+from tensorlens.operators.operator import FrozenOperator, Pulled, TensorOperator, check_token
 from tensorlens.operators.plain import plain_logits
 from tensorlens.operators.spectrum import Split, projector
 from tensorlens.program.program import Program
@@ -48,17 +49,16 @@ class Prediction(NamedTuple):
     probability: float
 
 
-class AttentionTensor(InsideQuestions):
+class AttentionTensor(InsideQuestions, TensorOperator):
     r"""The whole model at one input as one linear operator: $F(X) = T·X + B$ (Eq. 19).
 
     It is never stored as a matrix: it consists of the program of one forward pass, its hidden states and its fixed
-    tensors. Made by
-    calling a `Lens`.
+    tensors. Made by calling a `Lens`.
     """
 
     def __init__(self, operator: FrozenOperator, context: Context) -> None:
-        super().__init__(operator)
-        self.context = context
+        self.operator, self.context = operator, context
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self._certified: Certificate | None = None
 
     def __repr__(self) -> str:
@@ -113,6 +113,27 @@ class AttentionTensor(InsideQuestions):
             device: Where its numbers go. If None, the device they were saved from, or the CPU if this machine lacks it.
         """
         return cls(*tensor_files.read_tensor(check_path(path), None if lens is None else lens.model, device))
+
+    # The operator -----------------------------------------------------------------------------------------------------
+
+    @property
+    @own_modes
+    def bias(self) -> Float[Tensor, "out_token out_channel"]:
+        """B: the output of the frozen model at zero; a copy."""
+        return self.operator.bias.clone()
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return self.operator._apply(x)
+
+    def _adjoint(self, u: Tensor) -> Tensor:
+        return self.operator._adjoint(u)
+
+    def _rows(self, out_token: int) -> TensorSlice:
+        return self.operator._rows(out_token)
+
+    def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
+        """Cotangents that live on one output each, pulled to the input a piece at a time."""
+        return self.operator.pull_outputs(out_tokens, starts)
 
     # What it is made of -----------------------------------------------------------------------------------------------
 

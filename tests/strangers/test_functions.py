@@ -207,10 +207,6 @@ FROZEN: dict[str, tuple[Inner, Inner]] = {
         lambda z, g: z.scatter(-1, torch.arange(4).expand(1, 4, 4), g, reduce="add"),
         lambda z, g: torch.cat([z[..., :4] + g[..., :4], z[..., 4:]], -1),
     ),
-    "rows of a live table": (
-        lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0], padding_idx=1),
-        lambda z, g: z[:, [3, 1, 0, 2]],
-    ),
     "looked up where the other says": (
         lambda z, g: F.grid_sample(z[:, None], torch.stack([g, z], -1).tanh(), align_corners=False)[:, 0],
         lambda z, g: F.grid_sample(z[:, None], torch.stack([g, z], -1).detach().tanh(), align_corners=False)[:, 0],

@@ -104,6 +104,7 @@ def test_the_papers_member_holds_a_gain_like_a_factor() -> None:
     ("inner", "reason"),
     [
         (lambda z, g: first(F.prelu(first(z), pooled(g))), "second live argument"),
+        (lambda z, g: F.embedding(torch.tensor([[3, 1, 0, 2]]), z[0]), "`embedding`"),
         (lambda z, g: torch.func.vmap(lambda w: (z * w).tanh())(MATRIX).mean(0), "within torch.func"),
     ],
 )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_lens, check_whole
 from tensorlens.inside.block import Part
-from tensorlens.inside.seats import Edit, edited_logits, seat_of, values_in_model
+from tensorlens.inside.seats import Edit, check_lengths, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.defaults import OUT_TOKEN
@@ -218,11 +218,7 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
         ours, theirs = (values_in_model(run, one, known) for one in (own, arguments))
         return (lambda part: part.of(ours[part.slot])), (lambda part: part.of(theirs[part.slot]))
     other = specimen.look(prepared)
-    if other.shape != run.operator.shape:
-        raise InputError(
-            f"Expected two inputs of the same length; got {run.n_tokens} and {other.n_tokens} tokens. Replace "
-            "words only by words with the same number of tokens."
-        )
+    check_lengths(run.operator.input, other.operator.input)
     twin = Pass(other.operator, run.weights, run.out_token)
     return run.written, lambda part: twin.written(twin.parts[part.component])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,12 +23,13 @@ from tensorlens.maps.targets import Context, Feature, Target
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS, not_carried
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes
-from tensorlens.operators.operator import ComputedByAnother
+from tensorlens.operators.operator import FrozenOperator
 
 
-class InsideQuestions(ComputedByAnother):
+class InsideQuestions(ABC):
     """Questions about components. Abstract; `AttentionTensor` is the subclass that answers them."""
 
+    operator: FrozenOperator
     context: Context
 
     @abstractmethod

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tensorlens.errors import InputError
 from tensorlens.inside.block import Block, Part, StreamPass
 from tensorlens.inside.stream import is_matrix
 from tensorlens.inside.target import Pass
@@ -145,6 +146,15 @@ def values_in_model(run: Pass, arguments: Arguments, seats: Sequence[Seat]) -> d
     readout_of_model(run.recording, arguments, taken=taken, given=given)
     specs = run.recording.program.specs
     return {one.slot: one.from_module(kept[one.path, one.way is not None], specs[one.slot].shape) for one in seats}
+
+
+def check_lengths(clean: Tensor, corrupted: Tensor) -> None:
+    """Refuse two inputs, by states of theirs, whose components cannot be put in each other's place."""
+    if clean.shape != corrupted.shape:
+        raise InputError(
+            f"Expected two inputs of the same length; got {len(clean)} and {len(corrupted)} tokens. Replace words by "
+            "others of as many tokens."
+        )
 
 
 def is_recorded(run: Pass, end: Tensor) -> bool:

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens import cancel
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import MethodError
 from tensorlens.inside.block import Block, Part
-from tensorlens.inside.seats import Arguments, Seat, readout_of_model, repeated_arguments, seat_of
+from tensorlens.inside.seats import Arguments, Seat, check_lengths, readout_of_model, repeated_arguments, seat_of
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Pass
 from tensorlens.maps.targets import Weights
@@ -365,12 +365,7 @@ def scored_pair(lens: Any, run: Pass, corrupted: Any, steps: int | None) -> tupl
     arguments = specimen.arguments(specimen.prepare(corrupted).arguments)
     own = run.recording.from_model("A circuit").inputs
     streams = wiring.streams(arguments)
-    if streams.leaving.shape[1:] != run.operator.input.shape:
-        n = streams.leaving.shape[1]
-        raise InputError(
-            f"Expected two inputs of the same length; got {run.n_tokens} and {n} tokens. Replace words by others of as "
-            "many tokens."
-        )
+    check_lengths(run.operator.input, streams.leaving[0])
     is_wired = wiring.is_wired()
     _, (moved,) = wiring.judged(is_wired[None].to(run.operator.device), streams, run.operator.input)
     pair = InputPair(wiring, streams, wiring.streams(own).value)

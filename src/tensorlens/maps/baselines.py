@@ -7,9 +7,8 @@ r"""The eight baselines: four measures within a block, joined over blocks by rol
 | `w_attn_res_ln` | $\lVert y_{ij} \rVert$ with the residual, through the norm behind it (Kobayashi et al. 2021)  |
 | `glob_enc`      | the same through the block's second norm (GlobEnc, Modarressi et al. 2022)                  |
 
-Conventions where the sources are silent: layouts other than post-LN follow
-the principle *decompose what the attention sub-block adds, hold every norm on the way*; norm maps are divided by their
-row sums before they are joined.
+Conventions where the sources are silent: layouts other than post-LN follow the principle *decompose what the attention
+sub-block adds, hold every norm on the way*; norm maps are divided by their row sums before they are joined.
 
 One block is split by source token, with every norm on the way kept at its actual scale. For output i and source
 j, in the notation of Kobayashi et al.:

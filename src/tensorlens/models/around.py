@@ -366,10 +366,9 @@ def refuse_second_state(chain: Chain, evidence: Evidence) -> None:
             sources = evidence.roots(chain[0].state.node)
             if is_state and any(sources & evidence.roots(first.node) for first in firsts):
                 raise AnatomyError(
-                    f"`{b.path}` takes two states from earlier blocks, of shapes {b.state.shape} and "
-                    f"{seen.shape}, both computed from the same input; expected one state that goes from block "
-                    f"to block. "
-                    "To look at a part in which one of them continues alone, pass the path of its list as `blocks=`."
+                    f"`{b.path}` takes two states from earlier blocks, of shapes {b.state.shape} and {seen.shape}, "
+                    "both computed from the same input; expected one state that goes from block to block. To look at a "
+                    "part in which one of them continues alone, pass the path of its list as `blocks=`."
                 )
 
 

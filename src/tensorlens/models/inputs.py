@@ -144,9 +144,8 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
     raise InputError(
-        "Expected a text, a list of token ids, an image (PIL image, path or pixel array), embeddings of shape "
-        "(token, channel), "
-        f"or the output of a processor; got {type(value).__name__}."
+        "Expected a text, a list of token ids, an image (PIL image, path or pixel array), embeddings of shape (token, "
+        f"channel), or the output of a processor; got {type(value).__name__}."
     )
 
 

@@ -69,17 +69,9 @@ def open_picture(path: Path) -> Any:
 
 def data_uri(image: Any, part: Box = WHOLE, longest: int = 448) -> str:
     """A small copy of a part of a picture, for a page; anything beyond the picture is black."""
-    from PIL import Image
-
-    left, top, right, bottom = part
-    sides = (image.width * (right - left), image.height * (bottom - top))
-    width, height = (max(1, round(side * min(1.0, longest / max(sides)))) for side in sides)
-    x, y, x_end, y_end = _on_picture(part) or WHOLE
-    place = (round(width * (x - left) / (right - left)), round(height * (y - top) / (bottom - top)))
-    end = (round(width * (x_end - left) / (right - left)), round(height * (y_end - top) / (bottom - top)))
-    kept = (x * image.width, y * image.height, x_end * image.width, y_end * image.height)
-    small = Image.new(image.mode, (width, height))
-    small.paste(image.resize((max(1, end[0] - place[0]), max(1, end[1] - place[1])), box=kept), place)
+    left, top, right, bottom = (round(edge * side) for edge, side in zip(part, 2 * image.size, strict=True))
+    small = image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+    small.thumbnail((longest, longest))
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

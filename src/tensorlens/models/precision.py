@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import check_choice
+from tensorlens.tolerances import TINY
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """Precisions of products: ``"tf32"`` keeps float32 storage, and is plain float32 on a device without tf32."""
@@ -20,6 +21,11 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 def in_float64(x: Tensor) -> Tensor:
     """Cast to float64, for sums that must not be rounded; on the CPU if the device does not have that type."""
     return x.double() if x.dtype is torch.float64 or _knows_float64(x.device) else x.cpu().double()
+
+
+def relative(difference: Tensor, scale: Tensor) -> float:
+    """The norm of a difference, relative to that of what it is taken from."""
+    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(TINY))
 
 
 @cache

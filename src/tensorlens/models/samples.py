@@ -133,9 +133,8 @@ class Collated:
             raise InputError("A batch needs inputs with an axis for samples; got some without. Call the lens on each.")
         if not all(_fits([one.arguments[name] for one in prepared], self.lengths) for name in names):
             raise InputError(
-                "A batch needs samples that differ in the length of one text alone, with masks of its length; "
-                "got samples whose other sizes differ too, and it is not known where to pad them. Call the lens "
-                "on each, "
+                "A batch needs samples that differ in the length of one text alone, with masks of its length; got "
+                "samples whose other sizes differ too, and it is not known where to pad them. Call the lens on each, "
                 "or pass them to `lens.maps`."
             )
         self.arguments = _stacked(prepared, pad_id)

@@ -17,9 +17,9 @@ import torch
 
 from tensorlens import tolerances
 from tensorlens.models.around import said_of
-from tensorlens.models.precision import tf32_allowed
+from tensorlens.models.precision import relative, tf32_allowed
 from tensorlens.operators.capture import HALF, Capture, capture
-from tensorlens.operators.laws import LAWS, LawEvidence, in_float32, relative
+from tensorlens.operators.laws import LAWS, LawEvidence, in_float32
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.plain import plain_output
 from tensorlens.recording.recording import Recording

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorlens import tolerances
 from tensorlens.errors import AnatomyError, InputError, NotLinearError
-from tensorlens.models.precision import in_float64, tf32
+from tensorlens.models.precision import in_float64, relative, tf32
 from tensorlens.operators.operator import FrozenOperator, beside_zeros
 from tensorlens.operators.plain import plain_output
 from tensorlens.program.verify import verify
@@ -27,11 +27,6 @@ N_CLASSES = 5
 
 CLEARLY = 1e-3
 """If at least this share of a random V passes through a block, the block is not tested on its own."""
-
-
-def relative(difference: Tensor, scale: Tensor) -> float:
-    """The norm of a difference, relative to the norm of the reference."""
-    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(tolerances.TINY))
 
 
 def normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:

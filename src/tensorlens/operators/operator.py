@@ -210,33 +210,6 @@ def check_fits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         )
 
 
-class ComputedByAnother(TensorOperator):
-    """An operator that delegates to the one that computes. Abstract; `AttentionTensor` is a subclass."""
-
-    def __init__(self, operator: FrozenOperator) -> None:
-        self.operator = operator
-        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
-
-    @property
-    @own_modes
-    def bias(self) -> Float[Tensor, "out_token out_channel"]:
-        """B, the output at zero; a copy."""
-        return self.operator.bias.clone()
-
-    def _apply(self, x: Tensor) -> Tensor:
-        return self.operator._apply(x)
-
-    def _adjoint(self, u: Tensor) -> Tensor:
-        return self.operator._adjoint(u)
-
-    def _rows(self, out_token: int) -> TensorSlice:
-        return self.operator._rows(out_token)
-
-    def pull_outputs(self, out_tokens: Sequence[int], starts: Tensor) -> Iterator[Pulled]:
-        """Cotangents that live on one output each, pulled to the input a piece at a time."""
-        return self.operator.pull_outputs(out_tokens, starts)
-
-
 # A recorded pass ------------------------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,7 @@ An operation is affine *jointly* in the arguments at its `joint` places, where a
 out of the linear part, or it is a product, linear in *one* argument while the others are constant factors. Its
 transpose takes a cotangent u of the result and the same arguments, with a `Spec` in the place of each live tensor, and
 gives a cotangent for each live argument. Operations without a transpose of their own are differentiated, one step
-alone. Most are one function of torch: they stand in one table. Others are written out
-before it, or in `composite`.
+alone. Most are one function of torch: they stand in one table. Others are written out before it, or in `composite`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.memory import ALWAYS_FITS, SHARE_OF_RECORDING, free_bytes
 from tensorlens.models.layouts import AxisLayout, put_state, state_of
-from tensorlens.models.precision import in_float64
+from tensorlens.models.precision import in_float64, relative
 from tensorlens.models.runner import running
 from tensorlens.program.nodes import Constants, Held, Step, leaves
 from tensorlens.program.program import Program
@@ -24,7 +24,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import is_live, raw, spec_of
 from tensorlens.recording.module_paths import ModuleCalls, ModulePlaces
 from tensorlens.recording.tape import Tape, recording_on
-from tensorlens.tolerances import CERTIFICATE, TINY
+from tensorlens.tolerances import CERTIFICATE
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -198,8 +198,7 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:
     """Refuse a block that gives a different state when it is recorded again."""
-    expected = in_float64(first)
-    error = float((in_float64(again) - expected).norm() / expected.norm().clamp_min(TINY))
+    error = relative(in_float64(again) - in_float64(first), first)
     if not error <= CERTIFICATE[first.dtype]:
         raise InputError(
             f"Block {n} gave a different state when it was recorded again (relative difference {error:.1e}): the model "

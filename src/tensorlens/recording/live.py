@@ -72,9 +72,8 @@ class Followed(Tensor):
         """Return itself if asked for an ordinary tensor; torch would return an alias that no rule sees."""
         if cls is not Tensor:
             raise NotLinearError(
-                f"The model turns a live tensor into a `{cls.__name__}`, which would hide it from the rules. "
-                f"Let the model compute "
-                "with ordinary tensors."
+                f"The model turns a live tensor into a `{cls.__name__}`, which would hide it from the rules. Let the "
+                "model compute with ordinary tensors."
             )
         return self
 

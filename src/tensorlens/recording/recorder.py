@@ -427,9 +427,8 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
     place = f" in line {own[-1].lineno} of {Path(own[-1].filename).name}, `{own[-1].line}`" if own else ""
     return (
         f"Under the rules `{type(model).__name__}` stopped{place}, although it runs on its own: "
-        f"{type(error).__name__}: "
-        f"{error}. Expected code that accepts tensor subclasses; write that step in plain torch "
-        "functions, or register an adapter for its module's class with `tensorlens.adapter`."
+        f"{type(error).__name__}: {error}. Expected code that accepts tensor subclasses; write that step in plain "
+        "torch functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
 
 

@@ -78,15 +78,14 @@ def spelled_alike(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 DESCRIBES = words(
-    "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex "
-    "is_signed get_device element_size is_cuda is_same_size has_names len hash zeros_like ones_like empty_like "
-    "rand_like randn_like randint_like new_zeros new_ones new_empty new_empty_strided is_pinned result_type "
-    "can_cast repr dim_order is_inference is_conj is_neg sym_size sym_stride sym_numel sym_storage_offset "
-    "is_nonzero_size get:shape get:dtype get:device get:ndim get:is_cuda get:requires_grad get:layout "
-    "get:_base get:is_sparse get:is_quantized get:grad_fn get:is_leaf get:_version get:is_meta get:is_nested "
-    "get:names get:is_mps get:is_xla get:is_cpu get:itemsize get:nbytes get:grad get:is_mkldnn get:is_xpu "
-    "get:is_ipu get:is_maia get:output_nr get:retains_grad get:is_hpu get:is_sparse_csr get:is_vulkan "
-    "get:_backward_hooks get:_grad get:_is_view _is_view requires_grad_ "
+    "shape size dim ndim numel nelement stride storage_offset is_contiguous is_floating_point is_complex is_signed "
+    "get_device element_size is_cuda is_same_size has_names len hash zeros_like ones_like empty_like rand_like "
+    "randn_like randint_like new_zeros new_ones new_empty new_empty_strided is_pinned result_type can_cast repr "
+    "dim_order is_inference is_conj is_neg sym_size sym_stride sym_numel sym_storage_offset is_nonzero_size get:shape "
+    "get:dtype get:device get:ndim get:is_cuda get:requires_grad get:layout get:_base get:is_sparse get:is_quantized "
+    "get:grad_fn get:is_leaf get:_version get:is_meta get:is_nested get:names get:is_mps get:is_xla get:is_cpu "
+    "get:itemsize get:nbytes get:grad get:is_mkldnn get:is_xpu get:is_ipu get:is_maia get:output_nr get:retains_grad "
+    "get:is_hpu get:is_sparse_csr get:is_vulkan get:_backward_hooks get:_grad get:_is_view _is_view requires_grad_ "
     "get:volatile is_shared get:name get:is_mtia"
 )
 """Sizes, types, and new tensors of the same shape: the result contains none of the values."""

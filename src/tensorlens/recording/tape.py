@@ -339,10 +339,9 @@ class Tape:
         """Why an operation cannot be made linear, where, and what to do."""
         place = "outside of the blocks" if self.block is None else f"block {self.block}"
         return NotLinearError(
-            f"`{operation}` in `{self.module or 'the model'}` ({place}) has no rule that would make it "
-            "exactly linear. Expected operations that are linear, or that the rules can hold fixed. Register an "
-            "adapter for the module's class with `tensorlens.adapter`, or a rule for the function with "
-            "`tensorlens.rules_for`."
+            f"`{operation}` in `{self.module or 'the model'}` ({place}) has no rule that would make it exactly linear. "
+            "Expected operations that are linear, or that the rules can hold fixed. Register an adapter for the "
+            "module's class with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
         )
 
     # Dead code --------------------------------------------------------------------------------------------------------

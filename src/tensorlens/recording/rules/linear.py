@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -469,16 +468,6 @@ def _summed_there(x: Any, dim: int, index: Tensor, source: Any, *, is_mean: bool
     ones = raw(torch.full_like, x, float(with_own))
     counts = raw(lambda: ones.scatter_add(dim, index, torch.ones_like(value_of(source))).clamp_min(1))
     return found / counts
-
-
-@family("embedding")
-def rows_of_table(run: Tape, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows of a live table."""
-    is_kernel = isinstance(function, torch._ops.OpOverload)
-    weight, places = args[:2] if is_kernel else (args[1] if len(args) > 1 else kwargs["weight"], args[0])
-    if kwargs.get("max_norm") is not None:
-        raise run.refusal("embedding with max_norm")
-    return weight[value_of(places)]
 
 
 # Functions without a form of their own ------------------------------------------------------------------------------

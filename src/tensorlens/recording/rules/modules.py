@@ -5,8 +5,7 @@ before the rules for torch functions; the first class in the module's ancestry t
 only if the module's forward is that class's own. They are keyed
 by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
 
-    @tl.adapter("my_package.layers.CubicActivation")
-    def cubic(run, module, forward, z):
+    @tl.adapter("my_package.layers.CubicActivation") def cubic(run, module, forward, z):
         return tl.activate(run, "cubic", z, lambda z: z**2)
 """
 
@@ -328,18 +327,10 @@ def _lstm(x: Tensor, state: State, weights: list[Any]) -> State:
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def _rnn(activation: Callable[[Tensor], Tensor]) -> Cell:
-    def step(x: Tensor, state: State, weights: list[Any]) -> State:
-        w_in, w_h, b_in, b_h = weights
-        return (activation(F.linear(x, w_in, b_in) + F.linear(state[0], w_h, b_h)),)
-
-    return step
+CELLS: dict[str, Cell] = {"gru": _gru, "lstm": _lstm}
 
 
-CELLS: dict[str, Cell] = {"gru": _gru, "lstm": _lstm, "rnn_tanh": _rnn(torch.tanh), "rnn_relu": _rnn(torch.relu)}
-
-
-@family("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell")
+@family("gru_cell lstm_cell")
 def cell(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One step."""
     kind = name.removesuffix("_cell")
@@ -349,7 +340,7 @@ def cell(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return found if kind == "lstm" else found[0]
 
 
-@family("gru lstm rnn_tanh rnn_relu")
+@family("gru lstm")
 def layers(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """All steps of all layers, in both directions if the layer is bidirectional."""
     kind = name

@@ -20,9 +20,8 @@ from tensorlens.recording.tape import Tape
     "log_softmax logsumexp softmin cdist quantile nanquantile rpow linalg_inv inverse cumprod prod hypot logaddexp "
     "logaddexp2 atan2 xlogy logit pairwise_distance dist logdet det linalg_det matrix_exp slogdet linalg_slogdet "
     "linalg_pinv linalg_matrix_norm linalg_svd svd linalg_svdvals linalg_qr linalg_eigh linalg_eigvalsh "
-    "linalg_cholesky cov corrcoef angle logcumsumexp _cdist_forward _euclidean_dist "
-    "mse_loss l1_loss smooth_l1_loss huber_loss cross_entropy nll_loss kl_div binary_cross_entropy "
-    "binary_cross_entropy_with_logits"
+    "linalg_cholesky cov corrcoef angle logcumsumexp _cdist_forward _euclidean_dist mse_loss l1_loss smooth_l1_loss "
+    "huber_loss cross_entropy nll_loss kl_div binary_cross_entropy binary_cross_entropy_with_logits"
 )
 def statistic(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A statistic of the pass that scales other numbers: held, or followed by its derivative."""
