@@ -20,7 +20,7 @@ from tensorlens.lens import load
 from tensorlens.models.loading import read_config
 from tensorlens.models.resolving import ask_hub, check_model_name, is_hub_id, local_folder
 from tensorlens.recording.conventions import Rules
-from tensorlens.studies.datasets import SPLITS, SUFFIXES, Dataset, read_dataset
+from tensorlens.studies.datasets import SUFFIXES, Dataset, read_dataset
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import Protocol, differences, with_changes
 from tensorlens.studies.paper.training import is_classifier, trained
@@ -39,10 +39,10 @@ FOLDERS = {
 }
 """What the data of each kind may be called in a folder that holds several."""
 SAID = {
-    "imagenet": "a folder of ImageNet pictures by class",
+    "imagenet": "ImageNet (a folder of pictures by class)",
     "imdb": "IMDB reviews with labels (a file, the aclImdb folder, or stanfordnlp/imdb)",
     "wikitext": "WikiText-103 (a file, a folder, or Salesforce/wikitext:wikitext-103-raw-v1)",
-    "relations": "the folder of relation files by category",
+    "relations": "the relations data set (a folder of files by category)",
 }
 
 
@@ -145,16 +145,12 @@ class PaperTable:
         if self.table.kind == "relations":
             load_relations(self.data, self.relation_options.categories)
             return
-        self.samples = self._measured()
+        self._read_data()
         if self.table.kind != "wikitext" and self.protocol.stratify and self.samples.labels is None:
             raise InputError(
                 f"The table {self.name} draws samples by label, and {str(self.data)!r} has none. Add a column called "
                 "label (pictures: a folder for each class), or set stratify = false in the protocol."
             )
-        if not self.protocol.stratify:
-            self.samples = replace(self.samples, labels=None)
-        if self.table.trains:
-            self._training_data()
         self._check_number()
 
     def _check_number(self) -> None:
@@ -172,31 +168,24 @@ class PaperTable:
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def _measured(self) -> Dataset:
-        """The data to measure on: the test part, or what is held out of training if there are no parts."""
-        options = self.options
-        whole = read_dataset(self.data, column=options.column, label=options.label, split=options.split)
+    def _read_data(self) -> None:
+        """The data to measure on, and to train on: the test part and that for training, or two halves of one part."""
+        self.samples = self._part(self.options.split)
         expected = "image" if self.table.kind == "imagenet" else "text"
-        if whole.kind != expected:
+        if self.samples.kind != expected:
             raise InputError(
-                f"The table {self.name} needs {SAID[self.table.kind]}; {str(self.data)!r} is {whole.kind}s."
+                f"The table {self.name} needs {SAID[self.table.kind]}; {str(self.data)!r} holds {self.samples.kind}s."
             )
-        return self._half(whole, held_out=True) if self.table.trains and not has_parts(self.data) else whole
+        if self.table.trains:
+            whole, self.training = self.samples, self._part("train")
+            if self.training.fingerprint == whole.fingerprint:  # there is one part
+                order = drawn_order(whole.labels, len(whole), self.options.seed)
+                n_held = max(1, round(self.protocol.training.held_out * len(whole)))
+                self.samples, self.training = whole.select(sorted(order[:n_held])), whole.select(order[n_held:])
 
-    def _training_data(self) -> Dataset:
+    def _part(self, split: str) -> Dataset:
         options = self.options
-        if not has_parts(self.data):
-            whole = read_dataset(self.data, column=options.column, label=options.label)
-            return self._half(whole, held_out=False)
-        found = read_dataset(self.data, column=options.column, label=options.label, split="train")
-        if found.labels is None:
-            raise InputError(f"Fine-tuning needs labels; the training part of {str(self.data)!r} has none.")
-        return found
-
-    def _half(self, data: Dataset, *, held_out: bool) -> Dataset:
-        order = drawn_order(data.labels, len(data), self.options.seed)
-        n_held = max(1, round(self.protocol.training.held_out * len(data)))
-        return data.select(sorted(order[:n_held]) if held_out else order[n_held:])
+        return read_dataset(self.data, column=options.column, label=options.label, split=split)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -226,7 +215,8 @@ class PaperTable:
         model, options = self.model, self.options
         if self.table.trains:
             model = self._trained()
-        result = perturbation(self._lens(model), self.samples, self.out, options=options, progress=progress)
+        drawn = self.samples if self.protocol.stratify else replace(self.samples, labels=None)
+        result = perturbation(self._lens(model), drawn, self.out, options=options, progress=progress)
         result.areas()  # says why if nothing could be measured
         settings = json.loads((self.out / "config.json").read_text("utf-8"))["settings"]
         about = self._about(self._said(options, settings, result.summary), self._open(options, settings))
@@ -247,7 +237,7 @@ class PaperTable:
         self.out.mkdir(parents=True, exist_ok=True)
         found = trained(
             self.model,
-            self._training_data(),
+            self.training,
             self.samples,
             self.out / "model",
             self.protocol.training,
@@ -344,19 +334,6 @@ def located(data: str | Path | None, table: TableSettings, name: str) -> str:
     if holds_others or is_path and not root.exists():
         raise InputError(f"The table {name} needs {SAID[table.kind]}; there is none at {str(data)!r}.")
     return str(data)
-
-
-def has_parts(data: str) -> bool:
-    """Whether data have a part for training and one for testing."""
-    path = Path(data).expanduser()
-    if path.is_file():
-        return False
-    if not path.is_dir():
-        return True
-    if (path / "dataset_dict.json").is_file():
-        return True
-    names = {one.name for one in path.iterdir()}
-    return "train" in names and any(name in names for name in SPLITS["test"])
 
 
 def _tokenizer(model: str, revision: str | None, *, trust: bool) -> Any | None:

@@ -65,6 +65,7 @@ def trained(
         raise InputError(
             f"The model in {str(folder)!r} was trained with different settings. Choose another folder for the run."
         )
+    rows, unseen = (_pairs(one, options.limit) for one in (data, held_out))
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     start = local_folder(model)
@@ -78,9 +79,8 @@ def trained(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     made.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    _train(made, tokenizer, _pairs(data, options.limit), options)
-    unseen = _pairs(held_out, options.limit)
-    found = about | {"n_training": len(_pairs(data, options.limit)), "n_held_out": len(unseen)}
+    _train(made, tokenizer, rows, options)
+    found = about | {"n_training": len(rows), "n_held_out": len(unseen)}
     found["accuracy"] = _accuracy(made, tokenizer, unseen, options)
     begun = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(begun, ignore_errors=True)
