@@ -351,9 +351,11 @@ def test_all_tables_from_one_root_and_a_run_resumes(tmp_path):
     assert first.exit_code == 0, first.output + repr(first.exception)
     assert {one.name for one in (tmp_path / "out").iterdir()} == set(TABLES)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/model/model.safetensors")}
-    texts = {path: path.read_bytes() for path in (tmp_path / "out").glob("*/table.md")}
+    texts = {
+        path: path.read_bytes() for name in ("table.*", "figures/*") for path in (tmp_path / "out").glob(f"*/{name}")
+    }
     again = CliRunner().invoke(app, given)
-    assert again.exit_code == 0 and len(texts) == len(TABLES)
+    assert again.exit_code == 0 and len(texts) > 4 * len(TABLES)
     assert texts == {path: path.read_bytes() for path in texts}
     assert before == {path: path.stat().st_mtime_ns for path in before} and len(before) == 2
 

@@ -43,7 +43,7 @@ class BlockRange:
     """Blocks `start` to `stop` - 1, and why they are looked at.
 
     Attributes:
-        kind: ``"single"`` block n, ``"prefix"`` 0 to n, ``"suffix"`` n to the end, or ``"pair"`` of any two borders.
+        kind: ``"single"`` block n, ``"prefix"`` 0 to n, or ``"suffix"`` n to the end.
         start: First block.
         stop: One after the last.
     """
@@ -58,7 +58,7 @@ def block_ranges(n_blocks: int, kinds: Iterable[str] = KINDS, stride: int = 1) -
 
     Args:
         n_blocks: Number of blocks.
-        kinds: Some of `KINDS`, or ``"pair"`` for every pair of borders.
+        kinds: Some of `KINDS`.
         stride: Blocks from one border to the next; the ends are always borders.
     """
     borders = sorted({*range(0, n_blocks, stride), n_blocks})
@@ -67,7 +67,6 @@ def block_ranges(n_blocks: int, kinds: Iterable[str] = KINDS, stride: int = 1) -
         "single": [(n, n + 1) for n in starts],
         "prefix": [(0, n) for n in stops],
         "suffix": [(n, n_blocks) for n in starts],
-        "pair": [(a, b) for a in starts for b in stops if a < b],
     }
     unknown = [kind for kind in kinds if kind not in made]
     if unknown:

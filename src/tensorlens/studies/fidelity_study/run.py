@@ -190,35 +190,17 @@ def _alternatives(every: list[dict[str, dict[str, float]]]) -> dict[str, dict[st
 
 
 def _kind(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """Curves over the common sizes, and what happens at the natural ones."""
-    pairs = [(r, one) for r in records for one in r["directions"] if one["kind"] == kind]
-    common = [_common(one) for _, one in pairs]
+    """Curves over the common sizes."""
     rows: dict[str, list[list[float]]] = {}
-    for (record, one), kept in zip(pairs, common, strict=True):
-        for name, curve in ({name: one[name] for name in ERRORS} | bound_curves(record, one)).items():
-            rows.setdefault(name, []).append([curve[i] for i in kept])
-    first = {name: np.array([curve[0] for curve in rows[name]]) for name in ERRORS}
-    natural = [one for _, one in pairs if one["natural_size"] is not None]
-    return {
-        "n_directions": len(pairs),
-        "sizes": [pairs[0][1]["sizes"][i] for i in common[0]],
-        "curves": {name: _band(curves) for name, curves in rows.items()},
-        "relative_at_smallest": {
-            name: float(np.median(first[name] / np.maximum(first["nothing"], 1e-300))) for name in ERRORS[:2]
-        },
-        "natural": {name: _middle([_at_natural(one, name) for one in natural]) for name in ("sizes", *ERRORS)}
-        if natural
-        else None,
-    }
-
-
-def _common(direction: dict[str, Any]) -> list[int]:
-    """Places of the sizes that every direction has."""
-    return [i for i, size in enumerate(direction["sizes"]) if size != direction["natural_size"]]
-
-
-def _at_natural(direction: dict[str, Any], name: str) -> float:
-    return direction[name][direction["sizes"].index(direction["natural_size"])]
+    sizes: list[float] = []
+    for record in records:
+        for one in record["directions"]:
+            if one["kind"] == kind:
+                kept = [i for i, size in enumerate(one["sizes"]) if size != one["natural_size"]]
+                sizes = [one["sizes"][i] for i in kept]
+                for name, curve in ({name: one[name] for name in ERRORS} | bound_curves(record, one)).items():
+                    rows.setdefault(name, []).append([curve[i] for i in kept])
+    return {"sizes": sizes, "curves": {name: _band(curves) for name, curves in rows.items()}}
 
 
 def bound_curves(record: dict[str, Any], direction: dict[str, Any]) -> dict[str, list[float]]:

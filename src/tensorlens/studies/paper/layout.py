@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import MissingExtraError
+from tensorlens.files import write_whole
 from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR
 from tensorlens.studies.perturbation_study.measures import RISING
 from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
 from tensorlens.studies.relation_study.report import relation_table, start_table, survival
 from tensorlens.studies.report import markdown, with_interval
-from tensorlens.views.study_figures import perturbation_curves, relation_bars, start_curves
+from tensorlens.views.study_figures import figure_svg, perturbation_curves, relation_bars, start_curves
 
 NAMES = dict(zip(TENSOR, ("Norm", "In+Out", "In+Class"), strict=True)) | dict(
     zip(BASELINES, ("Attn", "W-Attn", "W-AttnResLN", "GlbEnc") * 2, strict=True)
@@ -213,6 +214,6 @@ def write_figures(folder: Path, summary: dict[str, Any], methods: Sequence[str])
         return str(error)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
-        for suffix in ("svg", "pdf"):
-            figure.savefig(folder / f"{name}.{suffix}", metadata={"CreationDate": None} if suffix == "pdf" else None)
+        write_whole(folder / f"{name}.svg", figure_svg(figure))
+        figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None})
     return None

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.studies.options import Options
+from tensorlens.studies.options import Chosen, Options
 from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.relation_study.run import RelationOptions
 
@@ -90,18 +90,23 @@ def read_protocol(path: str | Path | None) -> Protocol:
         raise InputError(f"The protocol {str(path)!r} could not be read: {error}") from error
     if not isinstance(document, dict):
         raise InputError(f"The protocol {str(path)!r} must be an object of settings; got {type(document).__name__}.")
-    return _converted(document, str(path))
+    return _changed(Protocol(), document, repr(str(path)))
 
 
 def with_changes(options: PerturbationOptions, *changes: Mapping[str, Any]) -> PerturbationOptions:
     """The same with single options changed, checked as those of a file."""
-    plain = msgspec.to_builtins(options)
-    for change in changes:
-        plain |= change
+    return _changed(options, {name: one for change in changes for name, one in change.items()}, "`tables`")
+
+
+def _changed(record: Chosen, changes: Mapping[str, Any], where: str) -> Chosen:
+    plain = msgspec.to_builtins(record)
+    for name, value in changes.items():
+        inner = plain.get(name)
+        plain[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
     try:
-        return msgspec.convert(plain, PerturbationOptions)
+        return msgspec.convert(plain, type(record))
     except msgspec.ValidationError as error:
-        raise InputError(f"The protocol's `tables` must hold options: {error}") from error
+        raise InputError(f"The protocol {where} is invalid: {error}. Use the fields of `Protocol`.") from error
 
 
 def differences(options: Options, usual: Options) -> list[str]:
@@ -111,14 +116,3 @@ def differences(options: Options, usual: Options) -> list[str]:
         for name in options.__struct_fields__
         if getattr(options, name) != getattr(usual, name)
     ]
-
-
-def _converted(document: dict[str, Any], where: str) -> Protocol:
-    plain = msgspec.to_builtins(Protocol())
-    for name, value in document.items():
-        inner = plain.get(name)
-        plain[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
-    try:
-        return msgspec.convert(plain, Protocol)
-    except msgspec.ValidationError as error:
-        raise InputError(f"The protocol {where!r} is invalid: {error}. Use the fields of `Protocol`.") from error

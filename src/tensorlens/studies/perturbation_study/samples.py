@@ -75,11 +75,6 @@ def in_turn(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
         waiting = still
 
 
-def image_pieces(data: Dataset, options: PerturbationOptions) -> list[SamplePiece]:
-    """The images that a study sees, in order."""
-    return [_piece(data, place, data.items[place]) for place in islice(_order(data, options), options.limit)]
-
-
 def text_pieces(
     tokenizer: Any, data: Dataset, options: PerturbationOptions, n_tokens: int
 ) -> tuple[list[SamplePiece], int]:
@@ -249,13 +244,28 @@ def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
     return every.index(str(label)) if len(every) == len(names) and str(label) in every else None
 
 
-class Texts:
+class _Samples:
+    """What texts and images have in common."""
+
+    def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
+        self.lens, self.options, self.plain = lens, options, PlainModel(lens, options.batch_size)
+        self.pieces: list[SamplePiece] = []
+        self._labels = sorted(set(map(str, data.labels or ())))
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def _class(self, label: Any) -> int | None:
+        return class_index(label, self.lens.model, self._labels)
+
+
+class Texts(_Samples):
     """Texts as token ids, cut to one length."""
 
     replacements: tuple[str, ...] = TEXT_REPLACEMENTS
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
-        self.lens, self.options, self.plain = lens, options, PlainModel(lens, options.batch_size)
+        super().__init__(lens, data, options)
         self.tokenizer = tokenizer_of(lens.processor)
         if self.tokenizer is None:
             raise InputError(
@@ -265,13 +275,9 @@ class Texts:
         self.n_tokens = options.n_tokens if longest is None else min(options.n_tokens, longest)
         self.before, self.after = wrapping(self.tokenizer)
         self.pieces, self._n_seen = text_pieces(self.tokenizer, data, options, self.n_tokens)
-        self._labels = sorted(set(map(str, data.labels or ())))
         self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
         self.is_causal = _is_causal(self.plain, self.ids)
         self._mean: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     def load(self, index: int) -> Sample:
         """The token ids of one text between its special tokens."""
@@ -280,8 +286,7 @@ class Texts:
         fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
         tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
         inputs = {"input_ids": tensor}
-        is_next = self.options.cut == "windows"
-        label = piece.label if is_next else class_index(piece.label, self.lens.model, self._labels)
+        label = piece.label if self.options.cut == "windows" else self._class(piece.label)  # the next token
         return Sample(value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label)
 
     def length(self, index: int) -> int:
@@ -383,19 +388,16 @@ def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
 
-class Images:
+class Images(_Samples):
     """Images as patches."""
 
     replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
     is_causal = False
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
-        self.lens, self.pieces, self.plain = lens, image_pieces(data, options), PlainModel(lens, options.batch_size)
-        self._labels = sorted(set(map(str, data.labels or ())))
+        super().__init__(lens, data, options)
+        self.pieces = [_piece(data, place, data.items[place]) for place in islice(_order(data, options), options.limit)]
         self._special: int | None = None
-
-    def __len__(self) -> int:
-        return len(self.pieces)
 
     def load(self, index: int) -> Sample:
         """The pixels of one image."""
@@ -414,7 +416,7 @@ class Images:
             inputs={"pixel_values": pixels},
             n_tokens=n_special + grid[0] * grid[1],
             fixed=frozenset(range(n_special)),
-            label=class_index(piece.label, self.lens.model, self._labels),
+            label=self._class(piece.label),
         )
 
     def length(self, index: int) -> int:

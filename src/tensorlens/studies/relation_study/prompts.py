@@ -80,11 +80,6 @@ class Problem:
     message: str
     is_fatal: bool
 
-    def __str__(self) -> str:
-        """One line for people."""
-        consequence = "the relation is left out" if self.is_fatal else "the rest is used"
-        return f"{self.path}: {self.place}: {self.message} ({consequence})"
-
 
 def load_relations(
     folder: str | Path, categories: Collection[str] | None = None

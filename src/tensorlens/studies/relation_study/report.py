@@ -17,6 +17,7 @@ from tensorlens.studies.runs import Run
 from tensorlens.views.study_figures import relation_bars, start_curves
 
 METRICS = ("agreement", "match")
+GUESSES = ("chance", "majority")
 
 COMPARISONS = (
     ("tensor.full.beta1@0", "lre.fixed@embedding"),
@@ -69,8 +70,7 @@ def _relation(splits: list[dict[str, Any]]) -> dict[str, Any]:
         "n_facts": splits[0]["n_facts"],
         "n_aligned": splits[0]["n_aligned"],
         "n_test": float(np.mean([split["n_test"] for split in splits])),
-        "chance": {metric: _mean([split["chance"][metric] for split in splits]) for metric in METRICS},
-        "majority": {metric: _mean([split["majority"][metric] for split in splits]) for metric in METRICS},
+        **_guesses(splits),
         "model_match": _mean([share(split["model_match"]) for split in splits]),
         "methods": {
             name: {metric: _spread([share(s["methods"][name][metric]) for s in splits]) for metric in METRICS}
@@ -89,8 +89,7 @@ def _category(relations: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "n_relations": len(relations),
         "n_test": float(sum(r["n_test"] for r in relations)),
-        "chance": {metric: _mean([r["chance"][metric] for r in relations]) for metric in METRICS},
-        "majority": {metric: _mean([r["majority"][metric] for r in relations]) for metric in METRICS},
+        **_guesses(relations),
         "model_match": _mean([r["model_match"] for r in relations]),
         "methods": {name: {metric: mean_with_interval(scores[metric][name]) for metric in METRICS} for name in methods},
         "differences": {
@@ -99,6 +98,11 @@ def _category(relations: list[dict[str, Any]]) -> dict[str, Any]:
             if a in methods and b in methods
         },
     }
+
+
+def _guesses(some: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The random baselines, averaged over splits or relations."""
+    return {line: {metric: _mean([one[line][metric] for one in some]) for metric in METRICS} for line in GUESSES}
 
 
 def share(bits: str) -> float:
@@ -156,7 +160,7 @@ def category_table(summary: dict[str, Any], metric: str = "agreement") -> Table:
         for name, label in ROWS.items()
         if name in method_names(summary)
     ]
-    for line in ("majority", "chance"):
+    for line in reversed(GUESSES):
         rows.append({"method": line} | {head: f"{found[line][metric]:.2f}" for head, found in categories.items()})
     if metric == "match":
         own = {head: f"{found['model_match']:.2f}" for head, found in categories.items()}
@@ -201,7 +205,7 @@ def relation_table(summary: dict[str, Any], metric: str = "agreement") -> Table:
             for name in shown
             for score in [one["methods"][name][metric]]
         }
-        | {line: f"{one[line][metric]:.2f}" for line in ("majority", "chance")}
+        | {line: f"{one[line][metric]:.2f}" for line in reversed(GUESSES)}
         for key, one in summary["relations"].items()
     ]
 
