@@ -196,6 +196,11 @@ def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:
     for place, node in enumerate(graph.nodes[:1]):
         into = sum(edge.weight for edge in graph.edges if edge.target == place)
         assert into + node.cut == pytest.approx(node.value)
+    assert (
+        graph.headline == "What carries the change of “4 − 9” between the inputs?" and "all tokens" not in graph.name(1)
+    )
+    assert graph.value == pytest.approx(circuit.value) and graph.target == "change of 4 − 9"
+    assert ["Method", "tl.circuit"] in graph.payload()["caption"]
     circuit.save(tmp_path / "graph.json", format="circuit-tracer")
     read = json.loads((tmp_path / "graph.json").read_text())
     ids = {node["node_id"] for node in read["nodes"]}

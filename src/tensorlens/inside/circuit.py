@@ -40,6 +40,7 @@ from tensorlens.maps.defaults import OUT_TOKEN
 from tensorlens.maps.targets import Target
 from tensorlens.models.modes import own_modes
 from tensorlens.progress import bar
+from tensorlens.views.labels import visible
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
 
@@ -217,10 +218,14 @@ class Circuit:
             nodes=nodes,
             edges=made,
             tokens=("all tokens",),
-            target=self.target,
+            target=f"change of {self.target}",
             value=self.value,
             share=float((weights * edges).abs().sum()) / whole if whole else 1.0,
-            meta=self.meta,
+            meta=self.meta
+            | {
+                "method": "tl.circuit",
+                "headline": f"What carries the change of “{visible(self.target)}” between the inputs?",
+            },
         )
 
     def save(self, path: str | Path, *, format: GraphFormat = "tensorlens") -> Path:
@@ -236,8 +241,9 @@ class Circuit:
         low, high = judged.interval
         over_pairs = f" [{low:.3f}, {high:.3f}]" if judged.n_pairs > 1 else ""
         said = [
-            f"What circuits of growing size recover of “{self.target}” in the model, everything else corrupted: "
-            f"CPR {judged.cpr:.3f}{over_pairs}, CMD {judged.cmd:.3f}, of {judged.size} {self.unit}."
+            f"What circuits of growing size recover of “{self.target}” in the model, everything else corrupted. "
+            f"Area under the curve (CPR): {judged.cpr:.3f}{over_pairs}. Area between it and 1 (CMD): {judged.cmd:.3f}. "
+            f"There are {judged.size} {self.unit}."
         ]
         if judged.selected is not None:
             share, f = judged.selected

@@ -136,7 +136,8 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         one = self.nodes[node]
         if one.component.kind == "target":
             return f"target {self.target!r}"
-        return f"{one.component} at {one.token} {self.tokens[one.token]!r}"
+        at = f" at {one.token} {self.tokens[one.token]!r}" if len(self.tokens) > 1 else ""
+        return f"{one.component}{at}"
 
     def _writers(self) -> Mapping[str, Writer]:
         return {**super()._writers(), ".html": page_writer(self.payload, f"Graph of {self.target}")}
@@ -163,13 +164,13 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
         """The data of the page, as plain values."""
         nodes = [self._node_payload(i) for i in range(len(self.nodes))]
         edges = msgspec.to_builtins(self.edges)
-        own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets")}
+        own = {key: value for key, value in self.meta.items() if key not in ("text", "offsets", "headline")}
         return {
             "title": self.headline,
             "target": self.target,
             "value": self.value,
             "tokens": list(self.tokens),
-            "caption": [list(line) for line in caption_lines("tensor.components", own, 1)],
+            "caption": [list(line) for line in caption_lines(str(own.pop("method", "tensor.components")), own, 1)],
             "graph": {"nodes": nodes, "edges": edges, "share": self.share},
             "components": None,
         }

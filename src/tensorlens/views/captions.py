@@ -51,15 +51,16 @@ def title_of(method: str, meta: Mapping[str, Any], *, is_answer: bool, n_out: in
         answer, text = str(meta.get("answer", "")), str(meta.get("text", ""))
         where = after(text.removesuffix(answer)) if text.removesuffix(answer).strip() else ""
         return why_headline(" ".join(answer.split()), None, None if against is None else str(against).strip(), where)
-    if isinstance(meta.get("headline"), str):
-        return meta["headline"]
     target = meta.get("target")
-    has_target = isinstance(meta.get("why"), Mapping) or n_out == 1 and isinstance(target, str)
+    is_said = isinstance(meta.get("headline"), str) or isinstance(meta.get("why"), Mapping)
+    has_target = is_said or n_out == 1 and isinstance(target, str)
     return headline_of(meta, str(target)) if has_target else method
 
 
 def headline_of(meta: Mapping[str, Any], target: str) -> str:
-    """The headline of a result about a target: that of the explanation, or else the target's name."""
+    """The headline of a result about a target: its own, that of the explanation, or else the target's name."""
+    if isinstance(meta.get("headline"), str):
+        return meta["headline"]
     known = meta.get("why")
     if isinstance(known, Mapping) and isinstance(known.get("target"), str):
         chance, against, where = (known.get(name) for name in ("probability", "against", "where"))
