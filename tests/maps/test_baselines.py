@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from bench.families import tiny_models
 from torch import nn
 from zoo import ZOO, build, names, sample
 
@@ -355,3 +356,17 @@ def test_captum_finds_the_same_gradients(method):
     oracle = (captum.IntegratedGradients if options else captum.InputXGradient)(logit).attribute(x, **options)
     found = T.map(method, out_token=-1, target=7).scores[0]
     assert torch.allclose(found, oracle[0].sum(-1).detach(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["bart", "fsmt"])
+def test_gradients_of_the_model_reach_an_encoder_and_its_decoder(family):
+    """Both streams move along the path: what the encoder takes and what the decoder takes, in their own layouts."""
+    tiny = tiny_models.build("seq2seq", family)
+    T = tl.Lens(tiny.model, rules="jacobian")(tiny.arguments)
+    asked = Question(operator=T.operator, out_tokens=(T.shape[0] - 1,), target=3, classes=T.context.classes)
+    recording = T.operator.recording
+    points = torch.cat([recording.states[0]] * 2)
+    found = peers._gradient(recording, points, asked, [0])
+    expected = T.map("tensor.in_class", out_token=-1, target=3).scores
+    assert torch.allclose((found[:1] * points[:1]).sum(-1), expected, rtol=1e-3, atol=1e-5)
+    T.map("gradient.integrated", out_token=-1, target=3)

@@ -37,3 +37,10 @@ def test_a_training_step_is_named(options: dict[str, Any]) -> None:
         with pytest.raises(tl.InputError, match=r"`blocks\.1\.mlp\.down\.weight` was modified"):
             question()
     assert tl.Lens(model)(ids()).certificate().passed
+
+
+def test_a_part_that_is_added_is_not_a_changed_weight() -> None:
+    model: Any = randomised(WithHead())
+    T = tl.Lens(model)(ids())
+    model.probe = torch.nn.Linear(2, 2)
+    assert T.certificate().passed

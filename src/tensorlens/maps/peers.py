@@ -175,12 +175,16 @@ def _gradient(recording: Recording, x: Tensor, question: Question, layer: list[i
 def _run(recording: Recording, x: Tensor) -> Tensor:
     """The model from `x` on: to the input of its unembedding, to the logits of a different head, or to $X^N$."""
     origin = recording.from_model("The model's own gradient")
-    anatomy, layout = origin.anatomy, origin.calls[0].layout
+    anatomy, split = origin.anatomy, recording.split(0)
     inputs = {name: _repeat(value, len(x), recording.n_samples) for name, value in origin.inputs.items()}
     embedding = anatomy.embedding if recording.starts_at_embedding else None
 
+    starts = {0: x[:, :split], recording.n_encoder_blocks: x[:, split:]} if split else {0: x}
+
     def enter(n: int, state: Tensor) -> Tensor | None:
-        return layout.to_native(x).clone() if n == 0 and embedding is None else None  # it may be written to
+        if n not in starts or embedding is not None:
+            return None
+        return origin.calls[n].layout.to_native(starts[n]).clone()  # it may be written to
 
     given = {} if embedding is None else {embedding: lambda _: x.clone()}
     to = "readout" if recording.has_head else body_end(recording)

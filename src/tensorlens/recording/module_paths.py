@@ -179,7 +179,7 @@ class Weights:
             InputError: says which weight.
         """
         now = _memory(ModulePlaces(self._model))
-        changed = next((name for name in {**self._then, **now} if now.get(name) != self._then.get(name)), None)
+        changed = next((name for name, then in self._then.items() if now.get(name) != then), None)
         if changed is not None:
             raise InputError(
                 f"`{changed}` was modified or replaced after this input was recorded. {what} needs the model as it "
