@@ -30,7 +30,7 @@ def write_whole(path: Path, content: Content) -> Path:
     On failure nothing is left behind.
 
     Raises:
-        InputError: its folder does not exist, or the name is that of a folder.
+        InputError: it cannot be written there, its folder does not exist, or the name is that of a folder.
     """
     if not path.parent.is_dir():
         raise InputError(f"Expected an existing folder for {str(path)!r}, got none. Create {str(path.parent)!r} first.")
@@ -45,6 +45,8 @@ def write_whole(path: Path, content: Content) -> Path:
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be written: {error.strerror or error}.") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path

@@ -13,6 +13,8 @@ from zoo import build
 import tensorlens as tl
 from tensorlens.app import cli, options
 from tensorlens.app.inspect_commands import print_certificate
+from tensorlens.app.maps_command import _check
+from tensorlens.errors import InputError
 
 runner = CliRunner()
 
@@ -85,6 +87,52 @@ def test_mistakes_are_one_message_and_exit_code_two(capsys, monkeypatch):
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert "minilm" in message and "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("map minilm The cat sat", "Put a text of several words in quotes."),
+        ("map", "Missing argument 'MODEL'"),
+        ("maps minilm", "Missing option '--data'"),
+        ("answer minilm A --agianst B", "--against"),
+        ("explore --port high", "valid integer"),
+    ],
+)
+def test_a_command_that_cannot_be_read_is_answered_with_one_that_works(written, said):
+    found = runner.invoke(cli.app, written.split())
+    assert found.exit_code == 2
+    mistake, example, help_line = found.stderr.splitlines()
+    assert mistake.startswith("tensorlens: ") and said in mistake
+    name = written.split()[0]
+    assert example.startswith(f"Example: tensorlens {name} ") and help_line.endswith(f"{name} --help")
+
+
+def test_mistakes_without_an_example():
+    assert "requires an argument" in runner.invoke(cli.app, ["map", "minilm", "A", "--target"]).stderr
+    assert "Did you mean 'explain'" in runner.invoke(cli.app, ["explian"]).stderr
+    assert runner.invoke(cli.app, []).stdout.count("Usage") == 1
+
+
+def test_the_name_of_a_text_file_is_not_a_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "story.txt").write_text("Once upon a time")
+    with pytest.raises(InputError, match="- < story.txt"):
+        options.read_input("story.txt")
+    assert options.read_input("other.txt") == "other.txt"
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(InputError, match="can be written"):
+        options.check_file(tmp_path / "map.html")
+
+
+@pytest.mark.parametrize("name", ["maps.parquet", "maps.xlsx"])
+def test_maps_are_not_a_folder_with_the_name_of_a_file(tmp_path, name):
+    with pytest.raises(InputError, match=r"\.csv or \.jsonl file, or a folder"):
+        _check("tensor.in_class", "raise", tmp_path / name)
+    _check("tensor.in_class", "raise", tmp_path / "run-0.5")
 
 
 def test_ranges_heads_and_targets_are_read_as_written():

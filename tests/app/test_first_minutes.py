@@ -317,6 +317,8 @@ def test_the_two_sides_of_a_contrast_must_differ():
     classes, logits = Classes(n_classes=len(words), tokenizer=words), torch.zeros(len(words))
     with pytest.raises(tl.InputError, match="must differ"):
         read_target(classes, "Paris", " Paris", logits)
+    with pytest.raises(tl.InputError, match="empty text"):
+        read_target(classes, "", None, logits)
 
 
 # Printing, stopping, rules --------------------------------------------------------------------------------------------

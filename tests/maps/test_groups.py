@@ -99,6 +99,7 @@ def test_grouped_maps_save_load_and_draw(tensor, tmp_path):
         (["nowhere"], "does not occur in the text"),
         ([""], "does not occur in the text"),
         (["a"], "twice"),
+        ({"first": "Was it?"}, "a list of their texts"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -147,9 +148,9 @@ def test_passages_between_a_separator():
     assert text[found[1].tokens[0] : found[1].tokens[-1] + 1] == " Two. B\n###"
     for wrong, words in (
         ({"separator": "@@"}, "does not occur"),
-        ({"separator": ""}, "are {"),
-        ({"mark": "#"}, "are {"),
-        ({}, "are {"),
+        ({"separator": ""}, "separator {"),
+        ({"mark": "#"}, "separator {"),
+        ({}, "separator {"),
     ):
         with pytest.raises(InputError, match=words):
             find_groups(wrong, tuple(text), meta)

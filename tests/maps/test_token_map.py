@@ -222,7 +222,7 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
         temporary.write_text("half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match=r"map.json' cannot be written: disk full\."):
         write_whole(path, fail)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]

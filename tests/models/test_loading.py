@@ -163,6 +163,11 @@ def test_near_names_are_suggested_without_asking_the_hub(typo: str, near: str):
         load_pretrained(typo)
 
 
+def test_a_model_is_not_a_name():
+    with pytest.raises(LoadError, match=r"got Linear\. .*tensorlens\.Lens\(model, tokenizer\)"):
+        loading.load_pretrained(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_an_old_name_of_the_hub_is_answered_with_the_one_that_it_has_now():
     with pytest.raises(LoadError, match="'gpt2' is 'openai-community/gpt2' on the hub"):
         load_pretrained("gpt2")

@@ -55,6 +55,13 @@ def test_texts_words_and_targets_by_encode_and_decode():
 def test_what_it_cannot_encode_is_one_sentence():
     with pytest.raises(tl.InputError, match="cannot encode 'q': KeyError"):
         tl.Lens(model(len(CHARACTERS)), Characters())("q")
+    with pytest.raises(tl.InputError, match="cannot encode 'q': KeyError"):
+        tl.Lens(model(len(CHARACTERS)), Characters()).explain(TEXT, target="q")
+
+
+def test_several_texts_are_not_one():
+    with pytest.raises(tl.InputError, match=r"got 2\. .*`lens\.maps`"):
+        tl.Lens(model(len(CHARACTERS)), Characters()).explain(["a cat", "a bat"])
 
 
 def test_pieces_of_a_character_stay_together():

@@ -8,7 +8,7 @@ import pytest
 
 import tensorlens as tl
 from tensorlens.errors import InputError
-from tensorlens.studies.datasets import read_dataset
+from tensorlens.studies.datasets import RowFile, read_dataset
 
 
 def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
@@ -22,6 +22,10 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
         read_dataset(tmp_path / "a.csv", column="body")
     with pytest.raises(InputError, match="does not exist"):
         read_dataset(tmp_path / "absent.csv")
+    with pytest.raises(InputError, match="There is no file"):
+        RowFile(tmp_path / "absent.csv")
+    with pytest.raises(InputError, match="--column"):
+        RowFile(tmp_path / "a.csv", "body")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="found none"):
         read_dataset(tmp_path / "empty")

@@ -288,7 +288,9 @@ def make_answer(
         return answer_of(specimen, read, found)
     if options or seed is not None:
         names = ", ".join([*options, *(["seed"] if seed is not None else [])])
-        raise InputError(f"A given answer is not generated; leave {names} out.")
+        raise InputError(
+            f"A given answer is not generated; leave {names} out. How it is explained goes to `Answer.map`."
+        )
     found = given(specimen, read, answer)
     served = None if logprobs is None else check_served(logprobs, len(found.ids))
     made = answer_of(specimen, read, found)

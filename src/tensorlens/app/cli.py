@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tensorlens.__about__ import __version__
 from tensorlens.app.answer_command import answer_, similar
@@ -32,9 +33,39 @@ WRONG_USE = 2
 """Exit code for an error of this library; click uses the same for an unknown option."""
 STOPPED = 130
 """Exit code that shells expect from a program stopped by Ctrl-C."""
+WrongCommand: Any = typer.BadParameter.__base__
+"""What typer raises for every command that it cannot read; the class has moved between its versions."""
+
+
+class _Commands(TyperGroup):
+    """Commands whose wrong use is answered with a line that works, as our own errors are, not with a box."""
+
+    def main(self, *given: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*given, standalone_mode=False, **extra)
+        try:
+            code = super().main(*given, standalone_mode=False, **extra)
+        except WrongCommand as error:
+            if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
+                typer.echo(_what_works(error), err=True)
+            sys.exit(WRONG_USE)
+        sys.exit(code or 0)
+
+
+def _what_works(error: WrongCommand) -> str:
+    """What is wrong with a command as it was typed, and an example of the same command."""
+    message, context = error.format_message(), error.ctx
+    if message.startswith("Got unexpected extra argument"):
+        message += ". Put a text of several words in quotes."
+    if context is None:
+        return f"tensorlens: {message}"
+    lines = (context.command.help or "").splitlines()
+    examples = [line.strip() for line in lines if line.strip().startswith("Example:")]
+    return "\n".join([f"tensorlens: {message}", *examples, f"Options: {context.command_path} --help"])
 
 
 app = typer.Typer(
+    cls=_Commands,
     name="tensorlens",
     help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
     "F(X) = T·X + B.\n\n"

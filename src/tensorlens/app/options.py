@@ -6,6 +6,7 @@ Nothing here imports torch before a command runs, so help and usage errors appea
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -174,6 +175,10 @@ def read_input(value: str, *, images: bool = True) -> str:
         raise InputError(
             f"Found no image at {text!r}. Check the path; to pass it as a text, pipe it in and use - in its place."
         )
+    if value != "-" and text.endswith((".txt", ".md")) and Path(text).is_file():
+        raise InputError(
+            f"{text!r} is a file, and its name would be read as the text. Use - and pipe it in: - < {text}"
+        )
     return text
 
 
@@ -262,6 +267,8 @@ def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:
         raise InputError(f"`--out` must end in one of {' '.join(suffixes)}; got {str(path)!r}.")
     if not path.parent.is_dir():
         raise InputError(f"`--out` must be in a folder that exists; {str(path.parent)!r} does not.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"`--out` must be a file that can be written; {str(path)!r} cannot. Choose another folder.")
 
 
 # Names of methods -----------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     if isinstance(groups, str):
         if groups not in NAMED:
             raise InputError(
-                f"`groups` must be one of {', '.join(NAMED)}, or a list of (label, start, stop); got {groups!r}."
+                f"`groups` must be one of {', '.join(NAMED)}, or a list of passages' texts or of (label, start, stop); "
+                f"got {groups!r}."
             )
         return _assigned(sentences(text) if groups == "sentences" else lines(text), offsets)
     if isinstance(groups, Mapping):
@@ -210,7 +211,9 @@ def _separated(text: str, groups: Mapping[str, str]) -> list[Passage]:
     """The passages between the occurrences of a separator, which belongs to the passage before it."""
     separator = groups.get("separator")
     if list(groups) != ["separator"] or not isinstance(separator, str) or not separator:
-        raise InputError(f'Passages between a separator are {{"separator": "###"}}; got {groups!r:.60}.')
+        raise InputError(
+            f'Passages are a list of their texts, or between a separator {{"separator": "###"}}; got {groups!r:.60}.'
+        )
     if separator not in text:
         raise InputError(
             f"The separator {separator!r} does not occur in the text. Pass it exactly as it is written there."
@@ -285,7 +288,8 @@ def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
     """The user's groups, as spans of the text or the tokens."""
     if not isinstance(groups, Sequence) or not groups:
         raise InputError(
-            f"`groups` must be a name or a list of (label, start, stop) with at least one; got {groups!r}."
+            f"`groups` must be a name, or a list of passages' texts or of (label, start, stop) with at least one; "
+            f"got {groups!r}."
         )
     spans = [_passage(one, text) if isinstance(one, str) else _triple(one) for one in groups]
     of_what = "tokens" if text is None else "characters"

@@ -228,6 +228,8 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget
     if classes.tokenizer is None or not isinstance(target, str):
         index = classes.index(target)
         return ReadTarget({index: 1.0}, classes.name(index), None, "")
+    if not target:
+        raise InputError("`target` must be a token, a text, a class label or a number; got an empty text.")
     spaced = _tokens(classes, f" {target}")
     try:
         index = classes.index(target)
@@ -247,10 +249,13 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget
 
 
 def _tokens(classes: Classes, text: str) -> list[int]:
-    """The tokens of a text; empty if they do not decode to the text."""
+    """The tokens of a text; empty if they do not decode to it, or if a tokenizer of characters lacks one of them."""
     if getattr(classes.tokenizer, "has_labels_only", False):
         return []
-    ids = classes.tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        ids = classes.tokenizer(text, add_special_tokens=False)["input_ids"]
+    except InputError:
+        return []
     return list(ids) if classes.tokenizer.decode(ids) == text else []
 
 

@@ -143,6 +143,8 @@ def _make_input(value: Any, model: nn.Module, processor: Any) -> ModelInput:
         return _from_image(value, model, processor)
     if isinstance(value, float):
         raise InputError(f"Token ids must be whole numbers; got {value}.")
+    if isinstance(value, (list, tuple)) and value and all(isinstance(one, str) for one in value):
+        raise InputError(f"Expected one text; got {len(value)}. Take them one by one, or map all with `lens.maps`.")
     raise InputError(
         "Expected a text, a list of token ids, an image (PIL image, path or pixel array), embeddings of shape (token, "
         f"channel), or the output of a processor; got {type(value).__name__}."

@@ -95,6 +95,11 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
         LoadError: It is neither a bundled model that is installed, a `.gguf` file, a folder of weights, nor of the form
             of a hub id; or it has no such revision.
     """
+    if not isinstance(name, (str, Path)):
+        raise LoadError(
+            f"A model's name or path was expected; got {type(name).__name__}. A model that is made or loaded already "
+            "goes into `tensorlens.Lens(model, tokenizer)`."
+        )
     text = str(name)
     if revision is not None and not isinstance(revision, str):
         raise LoadError(f"`revision` is the name of a branch, tag, commit or checkpoint folder; got {revision!r:.60}.")

@@ -264,7 +264,9 @@ class RowFile:
     def __init__(self, path: str | Path, column: str | None = None) -> None:
         self.path = Path(path).expanduser()
         if not self.path.exists():
-            raise InputError(f"Expected data in a {', '.join(SUFFIXES)} file or a folder of `datasets`; got {path!r}.")
+            raise InputError(
+                f"There is no file {str(path)!r}. Pass a {', '.join(SUFFIXES)} file, or a folder of `datasets`."
+            )
         first = next(iter(rows_of(self.path)), None)
         if first is None:
             raise InputError(f"Expected at least one row in {str(path)!r}; got none.")
@@ -289,7 +291,7 @@ def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
     if chosen is None or chosen not in columns:
         raise InputError(
             f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; got "
-            f"{', '.join(map(str, columns))}. Name the column with the text."
+            f"{', '.join(map(str, columns))}. Name the column with the text: column=… (--column)."
         )
     return chosen
 
@@ -357,7 +359,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         for batch in ParquetFile(path).iter_batches(1024):
             yield from batch.to_pylist()
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(f"Expected a .parquet file in {str(path)!r}, which could not be read: {error}.") from error
+        raise InputError(
+            f"Expected a .parquet file in {str(path)!r}, which could not be read: {str(error).rstrip('.')}."
+        ) from error
 
 
 def _library_rows(source: str | Path, split: str) -> Iterable[Row]:
