@@ -52,7 +52,7 @@ class _Commands(TyperGroup):
         sys.exit(code or 0)
 
 
-def _what_works(error: WrongCommand) -> str:
+def _what_works(error: Any) -> str:
     """What is wrong with a command as it was typed, and an example of the same command."""
     message, context = error.format_message(), error.ctx
     if message.startswith("Got unexpected extra argument"):

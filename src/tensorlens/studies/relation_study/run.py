@@ -159,7 +159,7 @@ class _Decoder:
         n_blocks = len(self.anatomy.blocks)
         if max(options.starts) >= n_blocks or min(options.starts) < 0:
             raise InputError(f"`starts` must be blocks from 0 to {n_blocks - 1}; got {options.starts}.")
-        run_prompts(self.anatomy, [self.tokens.encode("a")], ())  # says so if it is no language model
+        run_prompts(self.anatomy, [self.tokens.encode("a")], ())  # raises if it is not a language model
 
     def described(self, problems: list[Problem], relations: list[Relation]) -> list[dict[str, Any]]:
         """What is wrong with the files, without the folder of the data, which differs from machine to machine."""
