@@ -128,11 +128,13 @@ def test_a_place_that_cannot_be_written_is_refused_first(tmp_path, monkeypatch):
         options.check_file(tmp_path / "map.html")
 
 
-@pytest.mark.parametrize("name", ["maps.parquet", "maps.xlsx"])
-def test_maps_are_not_a_folder_with_the_name_of_a_file(tmp_path, name):
-    with pytest.raises(InputError, match=r"\.csv or \.jsonl file, or a folder"):
+def test_maps_are_not_a_folder_with_the_name_of_a_file(tmp_path):
+    (tmp_path / "old.parquet").touch()
+    for name in ("maps.xlsx", "old.parquet"):
+        with pytest.raises(InputError, match=r"\.csv or \.jsonl file, or a folder"):
+            _check("tensor.in_class", "raise", tmp_path / name)
+    for name in ("run-0.5", "maps.parquet"):
         _check("tensor.in_class", "raise", tmp_path / name)
-    _check("tensor.in_class", "raise", tmp_path / "run-0.5")
 
 
 def test_ranges_heads_and_targets_are_read_as_written():

@@ -241,7 +241,7 @@ def test_what_is_not_a_dictionary_is_refused(tmp_path: Path) -> None:
         tensor().components(-1, 4, features={1: narrow})
     lens = tl.Lens(zoo.build("llama"))
     for texts, kind, said in (
-        (IDS, "sae", "`kind` must be one of dictionary, transcoder"),
+        (IDS, "sae", "`kind` must be dictionary or transcoder"),
         ("abc", "dictionary", "list"),
     ):
         with pytest.raises(tl.InputError, match=said):

@@ -96,8 +96,9 @@ def _check(method: str, on_error: str, out: Path) -> None:
     """Refuse wrong options before torch is imported."""
     check_method_name(method)
     check_choice(on_error, "--on-error", ("raise", "skip"))
-    is_named_as_file = out.is_file() or out.suffix[1:].isalpha() and not out.is_dir()
-    if is_named_as_file and out.suffix.lower() not in (".csv", ".jsonl"):
+    suffix = out.suffix.lower()
+    is_folder = out.is_dir() or not out.is_file() and (suffix == ".parquet" or not suffix[1:].isalpha())
+    if not is_folder and suffix not in (".csv", ".jsonl"):
         raise InputError(
             f"`--out` must be a .csv or .jsonl file, or a folder, where the maps are parquet files; got {str(out)!r}."
         )

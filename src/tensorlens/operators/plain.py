@@ -56,7 +56,7 @@ def plain_logits(recording: Recording, out_tokens: list[int]) -> Tensor:
     found = state_of(run(origin.anatomy, inputs))
     if keeps:
         return found[0]
-    assert recording.readout is not None, "asked of a model with a head"
+    assert recording.readout is not None, "only models with a head have a readout"
     found = readout_layout(found, recording.n_samples, recording.readout.shape[1], is_read=False)
     if found is None:
         raise MethodError(f"It is not known which of the logits that `{recording.name}` returns belong to which token.")

@@ -18,7 +18,7 @@ NOT_SAID = frozenset(
 )
 """Keys of `meta` that are drawn, not printed."""
 
-BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives")
+BY_OUTPUT = ("target", "logit", "standard_error", "out_positions", "sink_gives", "kept")
 """Keys of `meta` that may hold a list with one entry for each output."""
 
 
