@@ -60,7 +60,7 @@ def use_table(runs: list[Records]) -> str:
     if gaps:
         above, behind = sum(low > 0 for _, low, _ in gaps), sum(high < 0 for *_, high in gaps)
         said = (
-            f"clearly above every baseline and control in {above} of {len(gaps)} runs, clearly behind one in {behind}"
+            f"clearly above every baseline and control in {above} of {len(gaps)} runs, clearly behind any in {behind}"
         )
     return f"Chosen: **{best}**, {said}.\n\n{markdown([_use(*one) for one in rivals])}"
 

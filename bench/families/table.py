@@ -30,7 +30,7 @@ at one input and certified; its weights stay bit-identical.
 - *conventions*: products of two live tensors that rest on a choice. If blank, the rules alone determine T.
 - *not built*: with SDPA, usually an attention that transformers does not offer for this type.
 
-Gated feed-forwards follow `Rules(gate=...)`. In recurrences the gates are kept fixed (*held*) and the carried
+Gated feed-forwards follow `Rules(gate=...)`. In recurrences these arguments are kept fixed, and the carried
 values stay linear:
 
 {roles}
@@ -99,7 +99,7 @@ def _roles() -> str:
     held: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, arguments in KERNELS.items():
         held[arguments].append(name)
-    return "\n".join(f"- `{'`, `'.join(names)}`: held are {', '.join(arguments)}." for arguments, names in held.items())
+    return "\n".join(f"- `{'`, `'.join(names)}`: {', '.join(arguments)}." for arguments, names in held.items())
 
 
 def _adapters() -> Iterator[str]:

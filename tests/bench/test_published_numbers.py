@@ -133,7 +133,7 @@ def test_whether_a_choice_is_confirmed_is_what_its_rows_say():
         rivals = [row.split(" | ")[2] for row in table.splitlines()[2:]]
         ends = [re.findall(r"[+-]\d\.\d+", one)[-2:] for one in rivals if one != "–"]
         counts = sum(low > 0 for low, _ in ((float(a), float(b)) for a, b in ends)), sum(float(b) < 0 for _, b in ends)
-        expected = "clearly above every baseline and control in {} of {} runs, clearly behind one in {}"
+        expected = "clearly above every baseline and control in {} of {} runs, clearly behind any in {}"
         assert said == (expected.format(counts[0], len(ends), counts[1]) if ends else "no baseline is known")
 
 
