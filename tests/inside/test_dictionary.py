@@ -182,6 +182,85 @@ def test_folders_of_saelens_load(tmp_path: Path) -> None:
         torch.testing.assert_close(total, T.components(-1, 4).scores.sum(), rtol=1e-10, atol=1e-12)
 
 
+X = drawn(5, D, seed=9)
+WEIGHTS = {"W_enc": drawn(D, 8), "b_enc": drawn(8), "W_dec": drawn(8, D), "b_dec": drawn(D)}
+
+
+def saved(folder: Path, config: dict[str, Any], **more: torch.Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: one.contiguous() for name, one in (WEIGHTS | more).items()}, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"hook_name": "blocks.1.hook_mlp_out"} | config))
+    return folder
+
+
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.zeros_like(values).scatter(1, values.topk(k).indices, 1)
+
+
+def test_what_saelens_leaves_out_or_rescales_is_read_as_it_does(tmp_path: Path) -> None:
+    """What SAELens 6 computes, by its own formulas: the input less b_dec unless it is a transcoder's, and so on."""
+    moved = (X - WEIGHTS["b_dec"]) @ WEIGHTS["W_enc"] + WEIGHTS["b_enc"]
+    plain, norms = X @ WEIGHTS["W_enc"] + WEIGHTS["b_enc"], WEIGHTS["W_dec"].norm(dim=1)
+    scaled, scale = moved * norms, drawn(8, seed=3).abs() + 0.5
+    level = torch.tensor(0.7, dtype=torch.float64)
+    best = scaled.relu() * largest(scaled, 3)
+    for config, more, wrote in (
+        ({}, {}, moved.relu()),
+        ({"architecture": "transcoder", "hook_name_out": "blocks.1.hook_mlp_out"}, {}, plain.relu()),
+        ({"architecture": "batchtopk", "k": 2.5}, {"topk_threshold": level}, moved * (moved > level)),
+        ({"architecture": "topk", "k": 3, "rescale_acts_by_decoder_norm": True}, {}, best / norms),
+        ({"activation_fn": "topk", "activation_fn_kwargs": {"k": 3}}, {}, moved.relu() * largest(moved, 3)),
+        ({"finetuning_scaling_factor": True}, {"scaling_factor": scale}, moved.relu() * scale),
+    ):
+        given = tl.Dictionary.load(saved(tmp_path / "sae", config, **more))
+        torch.testing.assert_close(given.encoders[0](X) @ given.decoders[0], wrote @ WEIGHTS["W_dec"])
+
+
+@pytest.mark.parametrize(
+    ("config", "odd", "said"),
+    [
+        ({"architecture": "skip_transcoder"}, None, "skip_transcoder"),
+        ({"architecture": "abstopk", "k": 2}, None, "abstopk"),
+        ({"architecture": "matching_pursuit"}, None, "matching_pursuit"),
+        ({"activation_fn": "tanh-relu"}, None, "tanh-relu"),
+        ({"architecture": "transcoder"}, "W_skip", "also holds W_skip"),
+        ({}, "r_mag", "also holds r_mag"),
+        ({"architecture": "batchtopk", "k": 2}, None, "threshold"),
+        ({"hook_name": "blocks.1.hook_resid_mid"}, None, "stream itself"),
+        ({"hook_name": "model.layers.1"}, None, "stream itself"),
+        ({"hook_name": "blocks.1.hook_resid_pre", "hook_name_out": "blocks.1.hook_mlp_out"}, None, "resid_pre"),
+    ],
+)
+def test_what_does_not_sum_to_a_component_is_refused(tmp_path: Path, config: Any, odd: str | None, said: str) -> None:
+    more = {} if odd is None else {odd: drawn(8)}
+    with pytest.raises(tl.InputError, match=said):
+        tl.Dictionary.load(saved(tmp_path / "sae", config, **more))
+
+
+def test_circuit_tracers_config_says_what_is_read_and_how_many_are_active(tmp_path: Path) -> None:
+    one = {"W_enc": drawn(9, D), "b_enc": drawn(9) - 2, "W_dec": drawn(9, D), "b_dec": drawn(D)}
+    before = X @ one["W_enc"].T + one["b_enc"]
+    path, config = tmp_path / "layer_0.safetensors", tmp_path / "config.yaml"
+    save_file(one, path)
+    config.write_text("feature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out\nactivation: topk\nk: 7\n")
+    (given,) = tl.Dictionary.load(tmp_path)[0].encoders
+    assert given.reads == "input" and bool((given(X) < 0).any())  # its top-k keeps what is below zero
+    torch.testing.assert_close(given(X), before * largest(before, 7))
+    config.unlink()
+    save_file(one | {"k": torch.tensor(2)}, path)
+    (given,) = tl.Dictionary.load(tmp_path)[0].encoders
+    assert given.reads == "stream"
+    torch.testing.assert_close(given(X), before * largest(before, 2))
+    save_file(one | {"activation_function.threshold": torch.full((9,), -1.0)}, path)
+    loaded = tl.Dictionary.load(tmp_path)[0]
+    torch.testing.assert_close(loaded.encoders[0](X), before * (before > -1))
+    with pytest.raises(tl.InputError, match="below zero"):
+        loaded.save(tmp_path / "again")
+    save_file(one | {"W_skip": drawn(D, D)}, path)
+    with pytest.raises(tl.InputError, match="W_skip"):
+        tl.Dictionary.load(tmp_path)
+
+
 def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
     per_layer, across = tmp_path / "plt", tmp_path / "clt"
     per_layer.mkdir()
@@ -202,6 +281,8 @@ def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
     assert [len(loaded[n].encoders) for n in range(3)] == [1, 2, 3]
     kinds = {label.kind for label in found.labels}
     assert {"feature", "feature of block 0", "feature of block 1", "error", "decoder bias"} <= kinds
+    with pytest.raises(tl.MethodError, match="read block 0"):
+        T.blocks(1, 3).components(-1, 4, features={0: loaded[1]})
     graph = T.graph(-1, 4, 1.0, max_nodes=400, features=loaded)
     for place, node in enumerate(graph.nodes):
         if node.component.kind.startswith("feature"):

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tensorlens.errors import InputError, check_choice, check_lens, check_path, check_whole
+from tensorlens.errors import InputError, TensorLensError, check_choice, check_lens, check_path, check_whole
 from tensorlens.files import write_json, write_whole
 from tensorlens.maps.targets import Feature
 from tensorlens.models.samples import check_several
@@ -43,6 +42,7 @@ class Encoder:
         bias: (feature,).
         threshold: (feature,): below it a feature is not active (JumpReLU).
         k: Number of active features per token (top-k); with neither, those above zero are active (ReLU).
+        is_rectified: Whether a value below zero counts as zero; top-k and JumpReLU of circuit-tracer keep it.
         block: The block that they read; if None, the one that they write to.
         reads: The state of the block that they read.
     """
@@ -51,6 +51,7 @@ class Encoder:
     bias: Tensor
     threshold: Tensor | None = None
     k: int | None = None
+    is_rectified: bool = True
     block: int | None = None
     reads: Reads = "output"
 
@@ -66,11 +67,12 @@ class Encoder:
     def __call__(self, x: Tensor) -> Tensor:
         """Activations (token, feature) of states (token, channel)."""
         before = torch.nn.functional.linear(x, self.weight.to(x), self.bias.to(x))
+        kept = before.relu() if self.is_rectified else before
         if self.threshold is not None:
-            return torch.where(before > self.threshold.to(x), before, 0).relu()
+            return torch.where(before > self.threshold.to(x), kept, 0)
         if self.k is not None:
-            best = before.topk(min(self.k, before.shape[-1]), dim=-1)
-            return torch.zeros_like(before).scatter(-1, best.indices, best.values.relu())
+            best = before.topk(min(self.k, before.shape[-1]), dim=-1).indices
+            return torch.zeros_like(before).scatter(-1, best, kept.gather(-1, best))
         return before.relu()
 
 
@@ -153,10 +155,10 @@ class Dictionary:
                 return _from_cross_layer(folder)
             layers = {int(m[1]): p for p in folder.glob("*.safetensors") if (m := re.fullmatch(r"layer_(\d+)", p.stem))}
             if layers:
-                return {n: _from_transcoder(load_file(path), n) for n, path in sorted(layers.items())}
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            if isinstance(error, InputError):
-                raise
+                return {n: _from_transcoder(folder, path, n) for n, path in sorted(layers.items())}
+        except TensorLensError:
+            raise
+        except Exception as error:  # whatever a damaged file provokes
             raise InputError(
                 f"Could not read a dictionary from {folder.name!r}: {type(error).__name__}: {str(error)[:200]}."
             ) from error
@@ -220,19 +222,24 @@ class Dictionary:
     def save(self, folder: str | Path) -> Path:
         """Write a folder in SAELens' format, which `load` reads."""
         folder = check_path(folder)
-        if len(self.encoders) != 1:
-            raise InputError("A cross-layer dictionary has no SAELens format; expected one that reads one block.")
+        if len(self.encoders) != 1 or not self.encoders[0].is_rectified:
+            raise InputError(
+                "SAELens has no format for features that read several blocks, or that keep values below zero."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         (encoder,), (decoder,) = self.encoders, self.decoders
         tensors = {"W_enc": encoder.weight.T, "b_enc": encoder.bias, "W_dec": decoder, "b_dec": self.bias}
         tensors |= {} if encoder.threshold is None else {"threshold": encoder.threshold}
         plain = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
-        hooks = {"output": "hook_mlp_out", "input": "ln2.hook_normalized", "stream": "hook_resid_mid"}
-        part = "hook_attn_out" if self.component == "attention" else "hook_mlp_out"
-        block = encoder.block or self.meta.get("block") or 0
+        is_attention, block = self.component == "attention", encoder.block or self.meta.get("block") or 0
+        out = "hook_attn_out" if is_attention else "hook_mlp_out"
+        norm, stream = ("ln1", "hook_resid_pre") if is_attention else ("ln2", "hook_resid_mid")
+        name = {"output": out, "input": f"{norm}.hook_normalized", "stream": stream}[encoder.reads]
         kind = "jumprelu" if encoder.threshold is not None else "standard" if encoder.k is None else "topk"
+        if encoder.reads != "output":
+            kind = "transcoder" if kind == "standard" else f"{kind}_transcoder"
         config = {
-            "architecture": f"{kind}{'' if encoder.reads == 'output' else '_transcoder'}",
+            "architecture": kind,
             "d_in": encoder.weight.shape[1],
             "d_sae": len(encoder.weight),
             "dtype": str(encoder.weight.dtype).removeprefix("torch."),
@@ -240,8 +247,8 @@ class Dictionary:
             "normalize_activations": "none",
             **({} if encoder.k is None else {"k": encoder.k}),
             "metadata": {
-                "hook_name": f"blocks.{block}.{part if encoder.reads == 'output' else hooks[encoder.reads]}",
-                "hook_name_out": f"blocks.{block}.{part}",
+                "hook_name": f"blocks.{block}.{name}",
+                "hook_name_out": f"blocks.{block}.{out}",
                 "tensorlens": {key: value for key, value in self.meta.items() if isinstance(value, (str, int, float))},
             },
         }
@@ -250,64 +257,133 @@ class Dictionary:
         return folder
 
 
+# Formats of others ----------------------------------------------------------------------------------------------------
+
+IN_SAELENS = frozenset({"W_enc", "b_enc", "W_dec", "b_dec", "threshold", "topk_threshold", "scaling_factor"})
+IN_TRANSCODERS = frozenset({"W_enc", "b_enc", "W_dec", "b_dec", "activation_function.threshold", "k"})
+"""The tensors that are read: a file with others, such as a gate or a skip connection, is not a sum of features."""
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], known: Iterable[str], name: str) -> None:
+    odd = sorted(set(tensors) - set(known))
+    if odd:
+        raise InputError(
+            f"Expected features with an encoder, a decoder, biases and thresholds; {name!r} also holds "
+            f"{', '.join(odd)}, so that what it writes is not their sum."
+        )
+
+
 def _from_saelens(folder: Path) -> Dictionary:
     config = json.loads((folder / "cfg.json").read_text("utf-8"))
+    config |= config.get("metadata") or {}
     tensors = load_file(folder / "sae_weights.safetensors")
-    more = config.get("metadata") or {}
-    name = more.get("hook_name") or config.get("hook_name") or ""
-    out = more.get("hook_name_out") or config.get("hook_name_out") or name
-    if config.get("normalize_activations", "none") not in ("none", None):
+    name = config.get("hook_name") or config.get("hook_point") or ""
+    out = config.get("hook_name_out") or name
+    component, reads = _place(name, out)
+    if config.get("normalize_activations", "none") not in ("none", None, False):
         raise InputError(f"Expected a dictionary of unscaled states; this one rescales them ({folder.name}).")
-    weight, bias = tensors["W_enc"].T.contiguous(), tensors["b_enc"]
-    if config.get("apply_b_dec_to_input"):
+    kind = str(config.get("architecture") or "standard").removeprefix("matryoshka_")
+    activation = kind.removesuffix("transcoder").removesuffix("_") or "standard"
+    own = config.get("activation_fn") or config.get("activation_fn_str") or "relu"
+    activation = "topk" if (activation, own) == ("standard", "topk") else activation
+    if activation not in ("standard", "jumprelu", "topk", "batchtopk") or own not in ("relu", "topk"):
+        raise InputError(
+            f"Expected features by relu, jumprelu, topk or batchtopk; {folder.name!r} has {kind} and {own}."
+        )
+    _check_tensors(tensors, IN_SAELENS, folder.name)
+    weight, bias, decoder = tensors["W_enc"].T.contiguous(), tensors["b_enc"], tensors["W_dec"]
+    if "scaling_factor" in tensors:  # of each feature, found by fine-tuning
+        decoder = decoder * tensors["scaling_factor"][:, None]
+    if config.get("apply_b_dec_to_input", "transcoder" not in kind):
         bias = bias - weight @ tensors["b_dec"]
-    threshold, k = tensors.get("threshold"), config.get("k")
-    k = k if k is not None else (config.get("activation_fn_kwargs") or {}).get("k")
-    is_topk = "topk" in str(config.get("architecture")) or config.get("activation_fn_str") == "topk"
-    if is_topk and k is None:
-        raise InputError(f"Expected `k` in the cfg.json of a top-k dictionary; {folder.name!r} has none.")
-    k = None if k is None or not is_topk or threshold is not None else int(k)
-    encoder = Encoder(weight=weight, bias=bias, threshold=threshold, k=k, reads=_place(name, out))
-    kind = "attention" if "attn" in out else "feed-forward"
-    found = re.search(r"(\d+)", out)
-    meta = {"format": "saelens", "hook": out} | ({"block": int(found[1])} if found else {})
-    return Dictionary(
-        encoders=(encoder,), decoders=(tensors["W_dec"],), bias=tensors["b_dec"], component=kind, meta=meta
+    if config.get("rescale_acts_by_decoder_norm") and "topk" in activation:
+        norms = decoder.norm(dim=1)
+        weight, bias, decoder = weight * norms[:, None], bias * norms, decoder / norms[:, None]
+    threshold = k = None
+    if activation == "topk":
+        k = config.get("k", (config.get("activation_fn_kwargs") or {}).get("k"))
+    elif activation != "standard":
+        threshold = tensors.get("threshold", tensors.get("topk_threshold"))
+    if activation != "standard" and k is None and threshold is None:
+        raise InputError(
+            f"Expected `k` or a threshold for the features of {folder.name!r} ({activation}); got neither."
+        )
+    block, own_block = _number(out), _number(name)
+    encoder = Encoder(
+        weight=weight,
+        bias=bias,
+        threshold=None if threshold is None else threshold.to(bias).expand_as(bias),
+        k=None if k is None else int(k),
+        block=None if own_block == block else own_block,
+        reads=reads,
     )
+    meta = {"format": "saelens", "hook": out} | ({} if block is None else {"block": block})
+    return Dictionary(encoders=(encoder,), decoders=(decoder,), bias=tensors["b_dec"], component=component, meta=meta)
 
 
-def _place(name: str, out: str) -> Reads:
-    """The state that features read, by the name of a TransformerLens hook."""
-    if "resid_pre" in out or "resid_post" in out or "hook_z" in out:
+def _number(hook: str) -> int | None:
+    found = re.search(r"\d+", hook)
+    return None if found is None else int(found[0])
+
+
+def _place(name: str, out: str) -> tuple[str, Reads]:
+    """The component that features decompose and the state that they read, by the names of hooks."""
+    if out and re.search(r"(mlp|attn)(_out|\.hook_out)?$", out) is None:
         raise InputError(
             f"{out!r} is not the output of a feed-forward or an attention; a dictionary of the stream itself "
             f"does not decompose a component."
         )
+    component, stream = "feed-forward", ("resid_mid", "mlp_in")
+    if "attn" in out:
+        component, stream = "attention", ("resid_pre", "attn_in")
     if name == out:
-        return "output"
-    return "input" if name.endswith(("normalized", "mlp.hook_in")) else "stream"
+        return component, "output"
+    if name.endswith(("hook_normalized", "mlp.hook_in")):
+        return component, "input"
+    if name.endswith(stream):
+        return component, "stream"
+    raise InputError(f"Expected features that read what {out!r} reads, or the stream before it; they read {name!r}.")
 
 
-def _transcoder(tensors: Mapping[str, Tensor], weight: str, bias: str, threshold: str, block: int) -> Encoder:
-    """An encoder of circuit-tracer: rows are features, which read the stream."""
-    if "W_skip" in tensors:
-        raise InputError("A transcoder with a skip connection is not a sum of features; expected one without.")
-    least = tensors[threshold].flatten() if threshold in tensors else None
-    return Encoder(weight=tensors[weight], bias=tensors[bias], threshold=least, block=block, reads="stream")
+def _reads(folder: Path) -> tuple[Reads, Mapping[str, Any]]:
+    """The state that transcoders of circuit-tracer read, and the rest of their config; the stream without one."""
+    import yaml
+
+    file = folder / "config.yaml"
+    config = (yaml.safe_load(file.read_text("utf-8")) or {}) if file.is_file() else {}
+    name, out = config.get("feature_input_hook", "hook_resid_mid"), config.get("feature_output_hook", "hook_mlp_out")
+    return _place(name, out)[1], config
 
 
-def _from_transcoder(tensors: Mapping[str, Tensor], n: int) -> Dictionary:
-    encoder = _transcoder(tensors, "W_enc", "b_enc", "activation_function.threshold", n)
+def _from_transcoder(folder: Path, path: Path, n: int) -> Dictionary:
+    tensors, (reads, config) = load_file(path), _reads(folder)
+    _check_tensors(tensors, IN_TRANSCODERS, path.name)
+    activation, threshold = config.get("activation"), tensors.get("activation_function.threshold")
+    k = tensors.get("k", config.get("k") if activation == "topk" else None)
+    encoder = Encoder(
+        weight=tensors["W_enc"],
+        bias=tensors["b_enc"],
+        threshold=None if threshold is None or activation == "relu" or k is not None else threshold.flatten(),
+        k=None if k is None or activation == "relu" else int(k),
+        is_rectified=False,
+        block=n,
+        reads=reads,
+    )
     meta = {"format": "circuit-tracer", "block": n}
     return Dictionary(encoders=(encoder,), decoders=(tensors["W_dec"],), bias=tensors["b_dec"], meta=meta)
 
 
 def _from_cross_layer(folder: Path) -> dict[int, Dictionary]:
     """A cross-layer transcoder: the features of block l write to block l and every later one."""
-    n = len(list(folder.glob("W_enc_*.safetensors")))
+    n, (reads, _) = len(list(folder.glob("W_enc_*.safetensors"))), _reads(folder)
     read = [load_file(folder / f"W_enc_{i}.safetensors") for i in range(n)]
     write = [load_file(folder / f"W_dec_{i}.safetensors")[f"W_dec_{i}"] for i in range(n)]  # (feature, later, channel)
-    encoders = [_transcoder(one, f"W_enc_{i}", f"b_enc_{i}", f"threshold_{i}", i) for i, one in enumerate(read)]
+    encoders = list[Encoder]()
+    for i, one in enumerate(read):
+        _check_tensors(one, [f"{name}_{i}" for name in ("W_enc", "b_enc", "b_dec", "threshold")], f"W_enc_{i}")
+        least = one[f"threshold_{i}"].flatten() if f"threshold_{i}" in one else None
+        weight, bias = one[f"W_enc_{i}"], one[f"b_enc_{i}"]
+        encoders.append(Encoder(weight=weight, bias=bias, threshold=least, is_rectified=False, block=i, reads=reads))
     return {
         m: Dictionary(
             encoders=tuple(encoders[: m + 1]),

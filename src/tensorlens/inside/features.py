@@ -71,7 +71,12 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
     found = list[ActiveFeature]()
     rest = y - dictionary.bias.to(y)
     for encoder, decoder in zip(dictionary.encoders, dictionary.decoders, strict=True):
-        own = block.run.block(block.n if encoder.block is None else encoder.block)
+        n = block.n if encoder.block is None else encoder.block
+        if not block.run.start <= n <= block.n:
+            raise MethodError(
+                f"Features of block {block.n} that read block {n} need a range of blocks with both, in this order."
+            )
+        own = block.run.block(n)
         slot, place = read_slot(own, dictionary.component if own.n == block.n else "feed-forward", encoder.reads)
         f = encoder(own.to_tokens(own.values_of([slot])[slot])[0])
         active = f.any(0).nonzero()[:, 0]
