@@ -21,7 +21,7 @@ from zoo import build
 import tensorlens as tl
 from tensorlens import recommendations
 from tensorlens.app import cli, explain_command, printing
-from tensorlens.maps.defaults import MapQuestion
+from tensorlens.maps.targets import MapQuestion
 from tensorlens.recommendations import QUESTIONS
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.views.captions import after, badge, sum_lines, why_headline

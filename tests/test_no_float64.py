@@ -22,7 +22,7 @@ ON_THE_CPU = {
     "models/precision.py",  # the one place that asks the device
     "maps/token_map.py",  # scores of a finished map
     "pairs/pair_map.py",  # the same
-    "pairs/vectors.py",  # after `.cpu()`
+    "pairs/similarity.py",  # after `.cpu()`
     "studies/judge_study.py",  # scores of a finished map
 }
 """Files that call `.double()`."""

@@ -22,9 +22,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, TensorLensError, check_choice, check_iterable, check_whole
-from tensorlens.maps.defaults import METHOD, OUT_TOKEN, has_one_row
 from tensorlens.maps.methods import (
     METHODS,
     Question,
@@ -33,7 +31,7 @@ from tensorlens.maps.methods import (
     check_question,
     joins_norms,
 )
-from tensorlens.maps.targets import Context, Target
+from tensorlens.maps.targets import METHOD, OUT_TOKEN, Context, Target, has_one_row
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
 from tensorlens.models.forward_signature import vocabulary_size
@@ -42,7 +40,7 @@ from tensorlens.models.modes import own_modes, stepwise
 from tensorlens.models.precision import in_float64, relative, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
-from tensorlens.progress import bar
+from tensorlens.progress import bar, check_cancelled
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
@@ -403,7 +401,7 @@ class InBatches:
         begun: list[tuple[list[int], Callable[[], list[Results]]]] = []
         rest = sorted(range(len(prepared)), key=kinds.__getitem__)
         while rest or begun:
-            cancel.check()
+            check_cancelled()
             some: list[int] = []
             try:
                 if rest:

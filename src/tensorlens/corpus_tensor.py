@@ -22,7 +22,6 @@ from jaxtyping import Float
 from rich.console import Console, RenderableType
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
 from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole
@@ -36,7 +35,7 @@ from tensorlens.models.runner import run
 from tensorlens.models.samples import check_several
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import of_each
-from tensorlens.progress import bar
+from tensorlens.progress import bar, check_cancelled
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.records import Index, Record, as_array
 from tensorlens.specimen import Specimen
@@ -254,7 +253,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)
         with bar(progress=progress, unit=" texts") as shown:
             while some := list(islice(rest, batch_size)):
-                cancel.check()
+                check_cancelled()
                 sums.add(lens.specimen, some)
                 shown.update(len(some))
         if sums.n_texts == 0 or sums.matrices is None or sums.bias is None:

@@ -14,9 +14,8 @@ from rich.text import Text
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
-from tensorlens.maps.defaults import MapQuestion, default_output, has_predictions, headline_of_states, headlined
 from tensorlens.maps.methods import METHODS
-from tensorlens.maps.targets import no_head
+from tensorlens.maps.targets import MapQuestion, default_output, has_predictions, headline_of_states, headlined, no_head
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.certificate import Certificate
 from tensorlens.recommendations import Recommendation

@@ -15,8 +15,7 @@ from tensorlens.answers.answer import Answer, make_answer
 from tensorlens.batches import Asked, Batch, DatasetMaps, Rows
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.explanation import Explanation, sink_apart
-from tensorlens.maps.defaults import METHOD, OUT_TOKEN
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import METHOD, OUT_TOKEN, Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.modes import own_modes

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens, load
-from tensorlens.maps.defaults import METHOD_OF_CLASSES
 from tensorlens.maps.methods import check_question
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import METHOD_OF_CLASSES, Target
 from tensorlens.maps.token_map import TokenMap, sink_columns
 from tensorlens.recording.conventions import Rules
 from tensorlens.views.captions import sink_given

@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.axes import Range
 from tensorlens.errors import SizeError
-from tensorlens.progress import bar
+from tensorlens.progress import bar, check_cancelled
 
 # The one table of memory. Each share is a part of the memory that is free at that moment, so that what was taken before
 # is already subtracted; the shares need not add up to one.
@@ -147,7 +146,7 @@ class Portions:
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """The result of `work`, or None if memory ran out; then the piece is repeated in smaller ones."""
-        cancel.check()
+        check_cancelled()
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -1,11 +1,19 @@
-"""`bar`: the one progress bar."""
+"""Progress of long work: the one progress bar, and cancelling between its pieces.
+
+The work knows nothing about jobs, readers or clocks; a piece is never interrupted, so nothing half done is
+left. A callback belongs to the context that set it: in other threads, `check_cancelled()` costs one lookup.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm import tqdm
+
+_callback: ContextVar[Callable[[], None] | None] = ContextVar("tensorlens_cancel", default=None)
 
 
 def bar(items: Iterable[Any] | None = None, progress: bool | None = None, **options: Any) -> tqdm[Any]:
@@ -17,3 +25,24 @@ def bar(items: Iterable[Any] | None = None, progress: bool | None = None, **opti
         options: As for `tqdm`.
     """
     return tqdm(items, disable=None if progress is None else not progress, **options)
+
+
+def check_cancelled() -> None:
+    """Call the callback of this context, which raises if the work must stop; nothing happens if there is none."""
+    callback = _callback.get()
+    if callback is not None:
+        callback()
+
+
+@contextmanager
+def cancelled_by(callback: Callable[[], None]) -> Iterator[None]:
+    """Within the block, `check_cancelled()` calls `callback`.
+
+    Args:
+        callback: Raises to stop the work. Use a subclass of `BaseException` only, so that nothing swallows it.
+    """
+    token = _callback.set(callback)
+    try:
+        yield
+    finally:
+        _callback.reset(token)

@@ -21,7 +21,7 @@ class Recommendation(Printed):
         question: A name in `QUESTIONS`.
         rules: The rule set.
         method: A method in `METHODS` that takes a target, or ``"components"`` for `AttentionTensor.components`. A model
-            without a head has no target; there `default_method` of `maps/defaults` decides.
+            without a head has no target; there `default_method` of `maps/targets` decides.
         target: The target: the ``"logit"`` of the prediction, or its logit minus that of the ``"runner_up"``,
             the likeliest other token.
         because: The reason in one sentence, with a number and the page that documents it.

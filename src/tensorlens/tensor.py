@@ -17,10 +17,20 @@ from tensorlens import tensor_files
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError, check_iterable, check_path, missing_extra
 from tensorlens.inside.questions import InsideQuestions
-from tensorlens.maps.defaults import METHOD, OUT_TOKEN, MapQuestion, default_output, has_one_row, has_predictions
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
-from tensorlens.maps.targets import Context, Feature, Target, no_head
+from tensorlens.maps.targets import (
+    METHOD,
+    OUT_TOKEN,
+    Context,
+    Feature,
+    MapQuestion,
+    Target,
+    default_output,
+    has_one_row,
+    has_predictions,
+    no_head,
+)
 from tensorlens.maps.tensor_maps import check_split, with_positions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import garbage_kept, modes_left, own_modes

@@ -12,10 +12,10 @@ import torch
 from explorer_samples import SENTENCE, library, load, make_client, post_question, serving
 from view_samples import patience
 
-from tensorlens import cancel
 from tensorlens.app.explorer import Limits
 from tensorlens.app.explorer.jobs import Cancelled, Job, Worker
 from tensorlens.app.explorer.library import Recent
+from tensorlens.progress import check_cancelled
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -45,7 +45,7 @@ def test_a_job_stops_where_long_work_checks():
 
     def work(_):
         for step in range(10):
-            cancel.check()
+            check_cancelled()
             steps.append(step)
             if step == 3:
                 job.cancel()
@@ -54,7 +54,7 @@ def test_a_job_stops_where_long_work_checks():
     job = Job(work, seconds=60.0)
     job.run()
     assert job.news()[-1]["is_cancelled"] and steps == [0, 1, 2, 3]
-    cancel.check()  # outside of a job nothing is asked
+    check_cancelled()  # outside of a job nothing is asked
 
 
 def test_time_is_limited():

@@ -22,8 +22,7 @@ import tensorlens as tl
 from tensorlens import surface
 from tensorlens.app import answer_command, cli, options, printing
 from tensorlens.app.options import METHOD_NAMES
-from tensorlens.maps.defaults import MapQuestion
-from tensorlens.maps.targets import Classes, read_target
+from tensorlens.maps.targets import Classes, MapQuestion, read_target
 from tensorlens.models import loading
 from tensorlens.pairs import pooling
 from tensorlens.tensor import AttentionTensor

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 
 from tensorlens.answers.pictured import beside, columns_of, picture_places, read_pictured
-from tensorlens.answers.prompts import Continuation, Prompt, generated, given, read_prompt
-from tensorlens.answers.served import Agreement, agreement, check_served
+from tensorlens.answers.prompts import (
+    Agreement,
+    Continuation,
+    Prompt,
+    agreement,
+    check_served,
+    generated,
+    given,
+    read_prompt,
+)
 from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta, with_beside

@@ -34,7 +34,7 @@ from tensorlens.views.captions import is_of_tensor, predicted
 
 if TYPE_CHECKING:
     from tensorlens.explanation import Explanation
-    from tensorlens.maps.defaults import MapQuestion
+    from tensorlens.maps.targets import MapQuestion
     from tensorlens.maps.token_map import TokenMap
     from tensorlens.tensor import AttentionTensor
 
@@ -198,7 +198,7 @@ def map_(
     _check_method(method, first, norm)
     lens = reading.lens(model, final_norm=final_norm)
     from tensorlens.explanation import in_words
-    from tensorlens.maps.defaults import MapQuestion
+    from tensorlens.maps.targets import MapQuestion
 
     stage("Recording one pass of the model")
     T = part_of(lens(text))

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console, RenderableType
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.errors import (
     InputError,
     MethodError,
@@ -36,10 +35,9 @@ from tensorlens.inside.graph import ComponentGraph, Edge, GraphFormat, Node
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.wiring import TARGET, InputPair, scored_pair
-from tensorlens.maps.defaults import OUT_TOKEN
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import OUT_TOKEN, Target
 from tensorlens.models.modes import own_modes
-from tensorlens.progress import bar
+from tensorlens.progress import bar, check_cancelled
 from tensorlens.views.labels import visible
 from tensorlens.views.page import curve_svg, inside_page
 from tensorlens.views.printing import as_html, heading, print_parts, table
@@ -317,7 +315,7 @@ def circuit(
     items = _items(clean, corrupted, target)
     pairs, sums, asked = list[InputPair](), list[tuple[Tensor, Tensor]](), None
     for one, other, wanted in bar(items, progress, unit=" pairs"):
-        cancel.check()
+        check_cancelled()
         asked = Explained.of(lens(one), out_token, wanted)
         run = Pass(asked.operator, asked.weights, asked.out_token)  # logits alone: a feature has no run of the model
         pair, found = scored_pair(lens, run, other, steps if scores == "integrated" else None)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.dictionary import Encoder
 from tensorlens.inside.seats import readout_of_model, seat_of
 from tensorlens.models.layouts import state_of
-from tensorlens.progress import bar
+from tensorlens.progress import bar, check_cancelled
 
 HELD_OUT = 0.1
 """Share of the tokens on which the error is measured."""
@@ -50,7 +49,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
 
     specimen = lens.specimen
     for text in (first, *rest):
-        cancel.check()
+        check_cancelled()
         arguments = specimen.arguments(specimen.prepare(text).arguments)
         readout_of_model(recording, arguments, taken={module: keep(0)}, given={module: keep(1)})
     return torch.cat(kept[0]), torch.cat(kept[1])
@@ -77,7 +76,7 @@ def trained_parts(
     optimiser = torch.optim.Adam(made, lr=1e-3)
     seen = torch.zeros(n_features, dtype=torch.bool, device=x.device)
     for step in bar(range(steps), progress, unit=" steps"):
-        cancel.check()
+        check_cancelled()
         some = own[torch.randint(len(own), (batch_size,), generator=generator).to(own.device)]
         with torch.enable_grad():
             before = linear(x[some], weight, bias)

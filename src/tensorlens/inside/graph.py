@@ -21,7 +21,6 @@ import torch
 from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError, check_choice, check_path, check_whole
 from tensorlens.files import to_json, write_whole
 from tensorlens.inside.block import Finer, Part
@@ -31,6 +30,7 @@ from tensorlens.inside.stream import Component, Write
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.walk import Joining, Read, Row, Walk
 from tensorlens.memory import fitting
+from tensorlens.progress import check_cancelled
 from tensorlens.records import Index, Record, Writer
 from tensorlens.views.captions import caption_lines, headline_of
 from tensorlens.views.page import inside_page
@@ -289,7 +289,7 @@ class Growth:
         """Keep the heaviest edges until `share` of the magnitude into the nodes is covered, or no node may be added."""
         self._open_target()
         while self._ahead and self.covered < share * self.magnitude:
-            cancel.check()
+            check_cancelled()
             fresh: list[int] = []
             while self._ahead and len(fresh) < self._at_a_time and self.covered < share * self.magnitude:
                 node, (weight, key) = self._heaviest()

@@ -30,8 +30,7 @@ from tensorlens.inside.block import Part
 from tensorlens.inside.seats import Edit, check_lengths, edited_logits, seat_of, values_in_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
-from tensorlens.maps.defaults import OUT_TOKEN
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import OUT_TOKEN, Target
 from tensorlens.models.modes import own_modes
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import FusedAttention, fused_attention, mixing

@@ -17,9 +17,8 @@ from tensorlens.inside.graph import ComponentGraph, component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
 from tensorlens.inside.score import By, grouped, score_map
 from tensorlens.inside.target import Explained
-from tensorlens.maps.defaults import MAX_NODES, METHOD_OF_CLASSES, OUT_TOKEN, SHARE
 from tensorlens.maps.groups import Groups, find_groups
-from tensorlens.maps.targets import Context, Feature, Target
+from tensorlens.maps.targets import MAX_NODES, METHOD_OF_CLASSES, OUT_TOKEN, SHARE, Context, Feature, Target
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS, not_carried
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.modes import own_modes

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
 from tensorlens.inside.features import read_slot
 from tensorlens.inside.stream import Component
 from tensorlens.inside.walk import Joining, Read, Walk
-from tensorlens.maps.defaults import one_output
-from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head, own_prediction
+from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head, one_output, own_prediction
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import Cotangents
+from tensorlens.progress import check_cancelled
 from tensorlens.recording.recording import Span
 
 
@@ -163,7 +162,7 @@ class Pass(StreamPass):
         parts, found = list(parts), dict[Component, Tensor]()
         pieces, waiting = self.pieces if scaled is None else self.pieces.scaled(scaled), self.waiting(self.stop)
         for n in reversed(range(self.start, self.stop)):
-            cancel.check()
+            check_cancelled()
             here = [part for part in parts if part.block == n]
             if scaled is None:
                 at = self.cotangents(n)

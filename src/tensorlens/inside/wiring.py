@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tensorlens import cancel
 from tensorlens.errors import MethodError
 from tensorlens.inside.block import Block, Part
 from tensorlens.inside.seats import Arguments, Seat, check_lengths, readout_of_model, repeated_arguments, seat_of
@@ -35,6 +34,7 @@ from tensorlens.models.layouts import replace_state, state_of
 from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import AtModule
 from tensorlens.program.marks import MOVES
+from tensorlens.progress import check_cancelled
 from tensorlens.recording.conventions import Rules
 from tensorlens.tolerances import repeated
 
@@ -301,7 +301,7 @@ class _Judged:
 
     def entering(self, n: int, state: Tensor) -> Tensor:
         """The input of each reader of the block from earlier blocks."""
-        cancel.check()
+        check_cancelled()
         start, stop = self.starts[n], self.starts[n + 1]
         found = self.corrupted.entering[n].expand(self.n_circuits, self.width, -1, -1).clone()
         edges = self.kept[:, start:stop, : start + 1]
@@ -353,7 +353,7 @@ class InputPair:
         most = fitting(bytes_each, len(edges), run.operator.device)
         found = list[float]()
         for some in edges.split(most):
-            cancel.check()
+            check_cancelled()
             logits, _ = self.wiring.judged(some.to(run.operator.device), self.corrupted, clean)
             found += [(run.read(one) - self.corrupted.value) / self.gap for one in logits]
         return found
@@ -392,7 +392,7 @@ def _integrated(
     rest = {name: value for name, value in clean.items() if name != "input_ids"}
     read = written = torch.zeros(())
     for k in range(1, steps + 1):
-        cancel.check()
+        check_cancelled()
         recording = at.record(rest | {"inputs_embeds": start + k / steps * (end - start)})
         run = Pass(type(wiring.run.operator)(recording), weights, wiring.run.out_token)
         more = CircuitWiring(run).cotangents(run)

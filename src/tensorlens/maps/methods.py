@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError, check_choice, check_whole
-from tensorlens.maps.defaults import METHOD_OF_CLASSES
-from tensorlens.maps.targets import Classes, Target, no_head, own_prediction
+from tensorlens.maps.targets import METHOD_OF_CLASSES, Classes, Target, no_head, own_prediction
 from tensorlens.memory import on_its_way, sent
 from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator

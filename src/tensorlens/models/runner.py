@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
 
-from tensorlens import cancel
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
 from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
 from tensorlens.models.module_calls import Call, Observer, module_tree, observing
 from tensorlens.models.precision import turn
+from tensorlens.progress import check_cancelled
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
@@ -175,7 +175,7 @@ class _Route:
         return output
 
     def _block(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cancel.check()
+        check_cancelled()
         n, self.n_entered, anatomy = self.n_entered, self.n_entered + 1, self.anatomy
         if self.called is not None:
             self.called(n, module, args, kwargs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tensorlens.maps.defaults import one_output
-from tensorlens.maps.targets import no_head
+from tensorlens.maps.targets import no_head, one_output
 from tensorlens.models.precision import in_float64
 from tensorlens.tensor import AttentionTensor
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens import cancel
 from tensorlens.errors import AnatomyError, NotLinearError, TensorLensError
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomy, never_ran, observe
@@ -31,6 +30,7 @@ from tensorlens.models.layouts import (
 from tensorlens.models.runner import Reached, own_errors, running
 from tensorlens.program.nodes import Constants
 from tensorlens.program.program import Program
+from tensorlens.progress import check_cancelled
 from tensorlens.recording import rules as _rules  # noqa: F401  (fills the table)
 from tensorlens.recording.block_calls import BlockCall, KeptBlocks
 from tensorlens.recording.conventions import Rules
@@ -183,7 +183,7 @@ class Recorder:
     def _at(self, module: nn.Module, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module; at blocks, encoder, body, embeddings and unembedding also note what the recording needs."""
         run, anatomy = self.run, self.anatomy
-        cancel.check()
+        check_cancelled()
         self.n_alike += run.block is None and type(module) in self._kinds
         if id(module) in self._blocks and run.block is None and self.n_entered < self._n_most:
             return self._run_block(module, name, forward, args, kwargs)

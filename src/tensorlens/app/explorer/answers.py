@@ -35,8 +35,7 @@ from tensorlens.errors import InputError
 from tensorlens.inside.circuit import circuit
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
-from tensorlens.maps.defaults import MapQuestion, default_output, has_one_row, has_predictions
-from tensorlens.maps.targets import Target
+from tensorlens.maps.targets import MapQuestion, Target, default_output, has_one_row, has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.texts import tokenizer_of

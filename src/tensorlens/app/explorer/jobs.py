@@ -1,7 +1,7 @@
 """`Job`, one question, and `Worker`, one thread that answers questions in turn, since there is one device.
 
 A job is stopped by a flag that the work checks (`Job.check`): between outputs, and wherever long work calls
-`cancel.check`, such as before each block of the model. None of these places is in the middle of restoring state,
+`check_cancelled`, such as before each block of the model. None of these places is in the middle of restoring state,
 so the model stays as it was.
 """
 
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tensorlens import cancel
 from tensorlens.errors import TensorLensError
+from tensorlens.progress import cancelled_by
 
 Event = dict[str, Any]
 Work = Callable[["Job"], Event]
@@ -98,7 +98,7 @@ class Job:
         work, self._work = self._work, None  # free the work's memory now, not when the reader has gone
         assert work is not None, "a job runs once"
         try:
-            with cancel.checking(self.check):
+            with cancelled_by(self.check):
                 self.check()
                 last = work(self)
         except Cancelled:

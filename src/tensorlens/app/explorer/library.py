@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from tensorlens.app.explorer.questions import Ask
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.maps.defaults import has_predictions
+from tensorlens.maps.targets import has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.bundled import BUNDLED
 from tensorlens.models.forward_signature import forward_parameters
