@@ -43,7 +43,7 @@ def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor
     def keep(place: int) -> Any:
         def at(x: Any) -> None:
             state = x if isinstance(x, Tensor) else state_of(x)
-            kept[place].append(state.detach().reshape(-1, state.shape[-1]))
+            kept[place].append(state.detach().reshape(-1, state.shape[-1]).clone())  # the model may write to it
 
         return at
 

@@ -139,7 +139,7 @@ def values_in_model(run: Pass, arguments: Arguments, seats: Sequence[Seat]) -> d
     kept: dict[tuple[str, bool], Tensor] = {}
 
     def keep(key: tuple[str, bool], x: Any) -> None:
-        kept[key] = x if isinstance(x, Tensor) else state_of(x)
+        kept[key] = (x if isinstance(x, Tensor) else state_of(x)).clone()  # the model may write to it
 
     taken = {model.get_submodule(one.path): partial(keep, (one.path, True)) for one in seats if one.way is not None}
     given = {model.get_submodule(one.path): partial(keep, (one.path, False)) for one in seats if one.way is None}

@@ -177,16 +177,16 @@ class CircuitWiring:
 
         def keep(slot: int) -> Callable[[Any], None]:
             def at(output: Any) -> None:
-                kept[slot] = state_of(output).reshape(states[-1].shape)
+                kept[slot] = state_of(output).reshape(states[-1].shape).clone()  # the model may write to it
 
             return at
 
         def leaving(n: int, state: Tensor) -> None:
             if n == self.run.stop - 1:
-                last.append(layout.to_tokens(state))
+                last.append(layout.to_tokens(state).clone())
 
         given = {self.module(seat): keep(slot) for slot, seat in self.write_seats.items()}
-        entering = lambda n, state: states.append(layout.to_tokens(state))  # noqa: E731
+        entering = lambda n, state: states.append(layout.to_tokens(state).clone())  # noqa: E731
         end = readout_of_model(self.run.recording, arguments, given=given, entering=entering, leaving=leaving)
         for n, readers in enumerate(self.readers):
             after = states[n + 1] if n + 1 < len(states) else last[0]

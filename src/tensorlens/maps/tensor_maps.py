@@ -273,11 +273,11 @@ def _beside_words(recording: Recording, shift: int) -> Tensor | None:
         return ids.roll(shift, -1)
 
     def embedded(words: Any) -> None:
-        seen["words"] = words
+        seen["words"] = words.clone()  # the model may write to both
 
     def entering(n: int, state: Tensor) -> None:
         if n == 0:
-            seen["state"] = layout.to_tokens(state)
+            seen["state"] = layout.to_tokens(state).clone()
 
     given = {anatomy.embedding: embedded}
     run(anatomy, origin.inputs, entering=entering, taken={anatomy.embedding: moved}, given=given)

@@ -74,7 +74,7 @@ def plain_states(
 
     def enter(n: int, state: Tensor) -> Tensor | None:
         if n in read:
-            states.entering[n] = put.get(n, state)
+            states.entering[n] = put.get(n, state).clone()  # the model may write to it
         return put.get(n)
 
     def depart(n: int, state: Tensor) -> Tensor | None:
