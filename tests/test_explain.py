@@ -84,7 +84,7 @@ def test_an_explanation_is_the_recommended_map_put_together(lens, question):
     assert e.map.meta["rules"] == asked.rules.as_dict() == e.rules.as_dict()
     grouped = {"passage": "sentences"}.get(question, "words")
     assert e.map.meta["grouped"] == grouped
-    whole = plain.group(grouped, sink_beside=True)
+    whole = plain.group(grouped)
     assert e.map.in_tokens == whole.in_tokens
     np.testing.assert_array_equal(e.map.scores, whole.scores)
     assert lens.explain(TEXT, question, tokens=True).map.in_tokens == plain.in_tokens
@@ -208,11 +208,11 @@ def test_a_sink_is_told_with_the_sum():
 
 
 def test_a_sink_inside_a_word_is_counted_beside_it():
-    words = drowned().group("words", sink_beside=True)
+    words = drowned().group("words")
     assert words.in_tokens == ("Th", "These", " two", " red", " cars")
     assert words.scores.tolist() == [[6.0, 1.0, -0.5, 2.0, 0.5]]
     assert words.view().set_aside == (0,) and "the words shown give 3.00" in words.view().sums[0]
-    assert drowned().group("words").scores.tolist() == [[7.0, -0.5, 2.0, 0.5]]
+    assert drowned().set_aside().group("words").scores.tolist() == [[7.0, -0.5, 2.0, 0.5]]
 
 
 def test_a_share_that_would_mislead_is_not_said():
@@ -251,7 +251,7 @@ def test_json_holds_what_was_said(folder, lens):
         (["smollm2-135m", "The", "cat"], 'Put the text in quotes: tensorlens explain smollm2-135m "The cat"'),
         (["The cat sat"], 'Name a model before the text: tensorlens explain smollm2-135m "The cat sat"'),
         (["smollm2-135m"], "Expected a text after the model"),
-        (["gpt2", "The cat"], "openai-community/gpt2"),
+        (["smollm2-135m", "The cat", "York"], "Expected one text after the model; got 2: 'The cat', 'York'."),
         (["minilm", "The cat", "--for", "sentence"], "one of word, passage, component, paper; got 'sentence'"),
         (["minilm", "The cat", "--for", "component", "--out", "e.png"], "one of .html .json .safetensors"),
     ],

@@ -144,7 +144,7 @@ def test_one_file_by_suffix_with_the_columns_of_the_data(model, suffix, tmp_path
     assert [str(row["label"]) for row in found] == [str(row["label"]) for row in rows] and "data_target" in found[0]
     lens = tl.load(model)
     for row, text in zip(found, TEXTS, strict=False):
-        words = lens(text).map("tensor.in_out", -1).group("words", sink_beside=True)
+        words = lens(text).map("tensor.in_out", -1).group("words")
         assert row["scores"] == pytest.approx(words.scores[0].tolist(), rel=1e-3, abs=1e-5)
         sink = words.scores[0, words.meta["sink"]].sum() if "sink" in words.meta else 0.0
         assert float(row["sink"]) == pytest.approx(float(sink), rel=1e-3, abs=1e-5)

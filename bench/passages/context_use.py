@@ -106,7 +106,7 @@ def _scores(lens: tl.Lens, prompt: Prompt, rules: Sequence[str]) -> dict[str, li
     found: dict[str, list[float]] = {}
     for name in rules:
         one = lens.with_rules(name)(prompt.text).map("tensor.in_class", -1, (best.index, second.index))
-        parts = one.group(groups).scores[0, : len(groups)].tolist()
+        parts = one.set_aside().group(groups).scores[0, : len(groups)].tolist()
         parts[0] -= float(one.scores[0, 0])
         found[name] = [part / float(one.scores[0, 1:].abs().sum()) for part in parts]
     texts = [*prompt.context, prompt.question]

@@ -34,7 +34,7 @@ GROUPS = {"passage": "sentences"}
 def in_words(found: TokenMap) -> TokenMap:
     """The map with one input per word if scores add up; signed scores do, norms do not."""
     adds_up = METHODS[found.method].signed and found.meta.get("grid") is None
-    return found.group("words", sink_beside=True) if adds_up else found
+    return found.group("words") if adds_up else found
 
 
 class Explanation(Tabular):
@@ -130,7 +130,7 @@ class Explanation(Tabular):
         found = self._question.answered(self.tensor, self._asked, self.tensor.map)
         if self._by_token or found.meta.get("grid") is not None:
             return found
-        return found.group(GROUPS.get(self.recommendation.question, "words"), sink_beside=True)
+        return found.group(GROUPS.get(self.recommendation.question, "words"))
 
     def certificate(self) -> Certificate:
         """Whether the operator is exact, measured on first use; maps saved afterwards include it."""

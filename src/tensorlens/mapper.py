@@ -121,7 +121,7 @@ class Mapper(Printed):
             progress=progress,
             first_row=first,
         )
-        grouped = (one if self.groups is None else one.group(self.groups, sink_beside=True) for one in maps)
+        grouped = (one if self.groups is None else one.group(self.groups) for one in maps)
         made = iter([map_columns(one) for one in grouped])
         skipped = [(row - first, reason) for row, reason in skipped]
         bad = {row for row, _ in skipped}

@@ -77,7 +77,7 @@ def bias_of(answer, target) -> torch.Tensor:
 @pytest.mark.parametrize("engine", ["pulls", "pushes"])
 @pytest.mark.parametrize("rows", ["answer", "sentences", "tokens"])
 def test_rows_sum_to_the_target_less_the_bias(answer, rows, engine, target):
-    found = answer.map("sentences", rows, target, engine=engine)
+    found = answer.map("sentences", rows, target, engine=engine, set_aside=())
     members = [part.tokens for part in answer._parts(rows)]
     values, biases = token_targets(answer, target), bias_of(answer, target)
     expected = torch.stack([(values - biases)[list(some)].sum() for some in members])
@@ -90,7 +90,7 @@ def test_rows_sum_to_the_target_less_the_bias(answer, rows, engine, target):
 
 @pytest.mark.parametrize("groups", ["words", "sentences", [("doc", 4, 12)], ["It was dark!"]])
 def test_pushes_equal_pulls_and_groups_are_sums(answer, groups):
-    one, other = (answer.map(groups, "words", engine=engine) for engine in ("pulls", "pushes"))
+    one, other = (answer.map(groups, "words", engine=engine, set_aside=()) for engine in ("pulls", "pushes"))
     torch.testing.assert_close(one.scores, other.scores, **tolerance(answer))
     by_token = answer.map("tokens", "words")
     assert one.scores[:, -1].allclose(by_token.scores[:, -1], **tolerance(answer))
@@ -108,8 +108,8 @@ def test_token_rows_are_in_class_maps(answer):
 
 
 def test_the_cheaper_engine_is_taken_and_said(answer):
-    assert answer.map("sentences", "answer").meta["engine"] == "1 pull"
-    assert answer.map("sentences", "tokens").meta["engine"] == "5 pushes"  # four columns and zero
+    assert answer.map("sentences", "answer", set_aside=()).meta["engine"] == "1 pull"
+    assert answer.map("sentences", "tokens", set_aside=()).meta["engine"] == "5 pushes"  # four columns and zero
     assert answer.map("tokens", "sentences").meta["engine"] == "2 pulls"
 
 
@@ -122,11 +122,11 @@ def test_parts_of_the_answer_as_columns(answer):
 
 
 def test_tokens_set_aside_have_columns_of_their_own_and_stay_in_the_sum(answer):
-    whole, apart = answer.map("sentences"), answer.map("sentences", set_aside=(0,))
+    whole, apart = answer.map("sentences", set_aside=()), answer.map("sentences")
     assert apart.in_tokens == ("T", *whole.in_tokens) and apart.view().set_aside == (0,)
     torch.testing.assert_close(apart.scores[:, :2].sum(1), whole.scores[:, 0], **tolerance(answer))
     torch.testing.assert_close(apart.scores[:, 2:], whole.scores[:, 1:], **tolerance(answer))
-    assert answer.map("tokens", set_aside=(0,)).in_tokens == answer.map("tokens").in_tokens
+    assert answer.map("tokens", set_aside=()).in_tokens == answer.map("tokens").in_tokens
     with pytest.raises(InputError, match="set_aside"):
         answer.map("sentences", set_aside=(len(PROMPT),))
 
@@ -152,7 +152,7 @@ def test_against_is_the_difference_of_two_answers(answer):
 
 
 def test_through_follows_every_hop(answer):
-    found = answer.map("sentences", "tokens", answer_columns=True)
+    found = answer.map("sentences", "tokens", answer_columns=True, set_aside=())
     n, tokens = 3, found.scores
     totals = tokens.abs().sum(1) + (found.bias_share * torch.tensor(found.meta["logit"], dtype=torch.float64)).abs()
     direct, own = tokens[:, :n] / totals[:, None], tokens[:, n:] / totals[:, None]
@@ -160,11 +160,11 @@ def test_through_follows_every_hop(answer):
     for q in range(len(direct)):  # each token passes on what it got itself
         expected[q] = direct[q] + own[q, :q] @ expected[:q]
     expected *= totals[:, None]
-    followed = answer.map("sentences", "tokens", through=True)
+    followed = answer.map("sentences", "tokens", through=True, set_aside=())
     torch.testing.assert_close(followed.scores, expected, **tolerance(answer))
     assert bool((followed.scores.abs().sum(1) <= totals + 1e-12).all())
     assert "convention" in followed.meta["through"] and "logit" not in followed.meta
-    whole = answer.map("sentences", "answer", through=True)
+    whole = answer.map("sentences", "answer", through=True, set_aside=())
     torch.testing.assert_close(whole.scores[0], expected.sum(0), **tolerance(answer))
 
 
@@ -173,12 +173,12 @@ def test_long_inputs_keep_no_constants_and_are_pushed_and_pulled_alike(monkeypat
     monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0)
     found = lens_of("llama").answer(PROMPT, GIVEN)
     assert found.tensor.operator.recording.is_streamed and not kept.tensor.operator.recording.is_streamed
-    expected = kept.map("sentences", "tokens", engine="pulls")
+    expected = kept.map("sentences", "tokens", engine="pulls", set_aside=())
     for engine in ("pulls", "pushes"):
-        made = found.map("sentences", "tokens", engine=engine)
+        made = found.map("sentences", "tokens", engine=engine, set_aside=())
         torch.testing.assert_close(made.scores, expected.scores, **tolerance(found))
         torch.testing.assert_close(made.bias_share, expected.bias_share, **tolerance(found))
-    assert found.map("sentences", "tokens").meta["engine"] == "5 pushes"
+    assert found.map("sentences", "tokens", set_aside=()).meta["engine"] == "5 pushes"
 
 
 # Answers -------------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_roles_of_a_chat_are_groups():
     backend = tokenizer().backend_tokenizer
     lens = tl.Lens(tiny_lens().model, type(tokenizer())(tokenizer_object=backend, chat_template=CHAT))
     messages = [{"role": r, "content": c} for r, c in (("system", "Be."), ("user", "Hi."), ("user", "Go."))]
-    found = lens.answer(messages, "Yes.").map()
+    found = lens.answer(messages, "Yes.").map(set_aside=())
     assert found.in_tokens == ("system", "user", "user 2", "rest", "answer")
     assert found.meta["text"].startswith("[system]Be.\n[user]Hi.\n")
     assert found.meta["offsets"][:2] == [[0, 12], [12, 22]]
@@ -248,7 +248,7 @@ def test_roles_of_a_chat_are_groups():
 
 
 def test_maps_of_answers_save_and_draw(tmp_path):
-    found = tiny_lens().answer(PROMPT, GIVEN).map(rows="sentences")
+    found = tiny_lens().answer(PROMPT, GIVEN).map(rows="sentences", set_aside=())
     loaded = tl.TokenMap.load(found.save(tmp_path / "answer.json"))
     assert loaded.scores.equal(found.scores) and loaded.meta["answer"] == GIVEN
     assert found.save(tmp_path / "answer.html").stat().st_size > 1000

@@ -108,6 +108,23 @@ def test_a_command_that_cannot_be_read_is_answered_with_one_that_works(written, 
     assert example.startswith(f"Example: tensorlens {name} ") and help_line.endswith(f"{name} --help")
 
 
+@pytest.mark.parametrize("option", ["--method", "--rules", "--words"])
+def test_an_option_of_another_command_is_answered_with_that_command(option):
+    said = runner.invoke(cli.app, ["explain", "minilm", "A cat", option]).stderr
+    assert said.startswith(
+        f"tensorlens: No such option: {option}. `tensorlens map` has it.\nExample: tensorlens explain"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [(["The cat sat"], 'explain smollm2-135m "The cat sat"'), (["minilm", "The cat"], 'explain minilm "The cat"')],
+)
+def test_a_text_or_a_model_without_a_command_is_answered_with_one(typed, line):
+    found = runner.invoke(cli.app, typed)
+    assert str(found.exception) == f"Expected a command first: tensorlens {line}"
+
+
 def test_mistakes_without_an_example():
     assert "requires an argument" in runner.invoke(cli.app, ["map", "minilm", "A", "--target"]).stderr
     assert "Did you mean 'explain'" in runner.invoke(cli.app, ["explian"]).stderr

@@ -110,7 +110,7 @@ class Answer(Tabular):
         against: str | Sequence[int] | None = None,
         through: bool = False,
         answer_columns: bool = False,
-        set_aside: Sequence[int] = (),
+        set_aside: Sequence[int] | None = None,
         engine: Engine | None = None,
     ) -> TokenMap:
         r"""How much the prompt contributes to the answer: rows are parts of the answer, columns groups of the prompt.
@@ -133,7 +133,7 @@ class Answer(Tabular):
                 no longer sum to their targets.
             answer_columns: One column for each part of the answer instead of one for all.
             set_aside: Positions in the prompt whose tokens get columns of their own, outside the colour scale but still
-                in the sum; for an attention sink such as the first token.
+                in the sum. If None, a decoder's first token, an attention sink, where attention is kept fixed.
             engine: ``"pulls"`` or ``"pushes"``; the cheaper one if None.
 
         Raises:
@@ -141,6 +141,10 @@ class Answer(Tabular):
         """
         if target is None:
             target = "centred" if against is not None else recommended("passage").target
+        if set_aside is None:
+            rules = self.tensor.operator.recording.rules
+            is_live_sink = rules.attention == "hold" and rules.sink == "live"
+            set_aside = (0,) if is_live_sink and not self.prompt.n_encoder else ()
         self._check(rows, target, against, through, engine)
         parts, asked = self._parts(rows), _Asked(*self._apart(self._groups(groups), set_aside), target, engine)
         if through:

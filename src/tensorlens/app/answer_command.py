@@ -73,7 +73,8 @@ def answer_(
 ) -> None:
     """Why did it say that? An answer, and the parts of the prompt that it is based on.
 
-    The first token is an attention sink. It is shown in its own column, outside the colour scale but still in the sum.
+    A decoder's first token is an attention sink. It is shown in its own column, outside the colour scale but still in
+    the sum.
 
     Example: tensorlens answer smollm2-135m "Anna's car is red. The car is"
     """
@@ -90,7 +91,7 @@ def answer_(
     say = teller(as_json=json)
     say(f"The answer: {found.text.strip()}\n")
     with while_waiting("Tracing it back to the prompt"):
-        made = found.map(groups, rows, target, against=against, through=through, set_aside=(0,))  # type: ignore[arg-type]  # checked above
+        made = found.map(groups, rows, target, against=against, through=through)  # type: ignore[arg-type]  # checked above
     if not json:
         show_map(made, say, is_saved=out is not None)
     made = certified(found.tensor, made, say) if certify else made

@@ -26,7 +26,8 @@ from tensorlens.app.inspect_commands import check_, circuit_, inside, methods, m
 from tensorlens.app.maps_command import maps
 from tensorlens.app.options import with_records
 from tensorlens.app.study_commands import fidelity_, paper, perturb, relations_
-from tensorlens.errors import TensorLensError
+from tensorlens.errors import InputError, TensorLensError
+from tensorlens.models.bundled import BUNDLED
 from tensorlens.studies.processes import tell_launcher
 
 WRONG_USE = 2
@@ -51,6 +52,14 @@ class _Commands(TyperGroup):
             sys.exit(WRONG_USE)
         sys.exit(code or 0)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        first = args[0]
+        if first not in self.commands and (" " in first or first in BUNDLED):
+            words = args if first in BUNDLED else ["smollm2-135m", *args]
+            line = " ".join(f'"{word}"' if " " in word else word for word in words)
+            raise InputError(f"Expected a command first: tensorlens explain {line}")
+        return super().resolve_command(ctx, args)
+
 
 def _what_works(error: Any) -> str:
     """What is wrong with a command as it was typed, and an example of the same command."""
@@ -61,6 +70,10 @@ def _what_works(error: Any) -> str:
         return f"tensorlens: {message}"
     lines = (context.command.help or "").splitlines()
     examples = [line.strip() for line in lines if line.strip().startswith("Example:")]
+    if context.parent is not None and (option := getattr(error, "option_name", None)):
+        commands = context.parent.command.commands.items()
+        taking = [name for name, other in commands if any(option in one.opts for one in other.params)]
+        message = f"No such option: {option}. `tensorlens {taking[0]}` has it." if taking else message
     return "\n".join([f"tensorlens: {message}", *examples, f"Options: {context.command_path} --help"])
 
 

@@ -95,6 +95,11 @@ def one_text(model: str, words: list[str]) -> str:
     """The text, if it is one argument; if quotes or the model are missing, an error with the command that works."""
     if len(words) == 1:
         return words[0]
+    if any(" " in word for word in words):  # the text is quoted: a target is not, or there are two texts
+        raise InputError(
+            f"Expected one text after the model; got {len(words)}: {', '.join(map(repr, words))}. Put the text in "
+            'quotes, and a target of several words too: --target "New York"'
+        )
     if words:
         raise InputError(f'Put the text in quotes: tensorlens explain {model} "{" ".join(words)}"')
     if " " in model.strip():

@@ -151,19 +151,19 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         """The same map with the tokens of each word as one input; `group("words")`."""
         return self.group("words")
 
-    def group(self, groups: Groups, *, sink_beside: bool = False) -> TokenMap:
+    def group(self, groups: Groups) -> TokenMap:
         r"""The same map with the tokens of each group as one input: columns summed.
 
         $S'_{i←G} = Σ_{j ∈ G} S_{i←j}$: a group contributes the sum of its tokens' contributions, so rows of
         `tensor.in_out` and `tensor.in_class` sum to the same. (A sum of norms bounds the norm of the group's blocks.)
-        Outputs stay tokens, since each token has its own prediction. Pieces of one character stay together.
+        Outputs stay tokens, since each token has its own prediction. Pieces of one character stay together. A
+        decoder's first token that exceeds every other input, an attention sink, is counted beside its group; call
+        `set_aside()` first to count it in the group.
 
         Args:
             groups: ``"words"``, ``"sentences"``, ``"lines"`` or ``"tokens"``; or a list of (label, start, stop) in
                 characters of the text, in tokens where the input was ids; or of passages to find in the text. A token
                 belongs to the group it overlaps most, the first on ties; tokens of no group form one named ``rest``.
-            sink_beside: Whether an attention sink is counted beside its group instead of in it: a decoder's first
-                token where it exceeds every other.
 
         Raises:
             InputError: the inputs are patches of a picture; groups overlap, are empty or were not found.
@@ -173,7 +173,7 @@ class TokenMap(Record, frozen=True, kw_only=True, tag="tensorlens.token_map/1"):
         found = find_groups(groups, self.in_tokens, self.meta)
         name = groups if isinstance(groups, str) else "by the user"
         aside = sink_columns(self.scores, self.meta)
-        sinks = aside if sink_beside and "set_aside" not in self.meta else ()
+        sinks = () if "set_aside" in self.meta else aside
         found = with_beside(found, sinks, self.in_tokens)
         meta = grouped_meta(self.meta, found, name, aside)
         return replace(

@@ -69,19 +69,11 @@ def is_hub_id(name: str) -> bool:
     return name not in BUNDLED and path.suffix != ".gguf" and not path.is_dir()
 
 
-FORMER_NAMES = {
-    "gpt2": "openai-community/gpt2",
-    "gpt2-medium": "openai-community/gpt2-medium",
-    "gpt2-large": "openai-community/gpt2-large",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    "distilgpt2": "distilbert/distilgpt2",
-    "bert-base-uncased": "google-bert/bert-base-uncased",
-    "bert-base-cased": "google-bert/bert-base-cased",
-    "roberta-base": "FacebookAI/roberta-base",
-    "distilbert-base-uncased": "distilbert/distilbert-base-uncased",
-    "t5-small": "google-t5/t5-small",
-}
-"""Names from older tutorials, and the current hub ids of these models."""
+BARE_NAMES = frozenset(
+    ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "bert-base-uncased", "bert-base-cased")
+    + ("roberta-base", "distilbert-base-uncased", "t5-small")
+)
+"""Names without an organisation that the hub still knows from older tutorials."""
 
 
 def check_model_name(name: str | Path, revision: str | None = None) -> None:
@@ -136,9 +128,7 @@ def _check_path(text: str, revision: str | None, *, is_path: bool) -> None:
         raise LoadError(f"A folder, a .gguf file or a name was expected, but {text!r} is another kind of file.")
     if is_path or text.startswith((".", "/", "~", "\\")) or text.endswith("/") or text.count("/") > 1:
         raise LoadError(f"A model folder was expected at {text!r}, but there is none. Check the path.")
-    if text in FORMER_NAMES:
-        raise LoadError(f"{text!r} is {FORMER_NAMES[text]!r} on the hub. Use that name.")
-    if "/" not in text:  # the hub has old names without an organisation, but a typo should not wait for the hub
+    if "/" not in text and text not in BARE_NAMES:  # a typo should not wait for the hub
         near = near_names(text)
         hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Bundled are {', '.join(BUNDLED)}."
         raise LoadError(
@@ -239,6 +229,6 @@ def not_on_hub(name: str, error: BaseException) -> LoadError:
     near = near_names(name.split("/")[-1])
     hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
     return LoadError(
-        f"{name!r} is neither a bundled model ({', '.join(BUNDLED)}) nor a folder here, and {what}. {hint}"
-        "Hub ids look like organisation/name; check the name and the network, or pass a folder."
+        f"{name!r} is not a folder here, and {what}. {hint}Check the name (organisation/name) and the network, pass a "
+        f"folder, or take a bundled model, which needs no network: {', '.join(BUNDLED)}."
     )

@@ -196,7 +196,8 @@ def _sum_with_aside(
     """The sum in two parts: inputs in the colour scale, and inputs outside it. A sink is named only if measured."""
     called = "set aside" if "set_aside" in meta else "the first token"
     grouped = meta.get("grouped", "tokens")
-    shown = grouped if grouped in ("tokens", "words", "sentences", "lines") else "groups"
+    grouped = "passages" if grouped == "answer" else grouped
+    shown = grouped if grouped in ("tokens", "words", "sentences", "lines", "passages") else "groups"
     line = f"the {shown} shown give {_fixed(total - sum(own for _, own in aside))} of {_fixed(logit)}, {what}"
     named = [(f"“{visible(label).strip()}”, {called},", own) for label, own in aside]
     named += [] if sink is None else [("an attention sink", sink)]

@@ -106,7 +106,7 @@ class Answers:
         job.tell("said", text=found.text)
         job.tell("progress", stage="Tracing it back", done=None)
         rows = ask.rows if ask.against is None else "answer"
-        made = self.results.get(key) or found.map(ask.groups, rows, against=ask.against, set_aside=(0,))
+        made = self.results.get(key) or found.map(ask.groups, rows, against=ask.against)
         job.tell("map", map=payload(self._keep(key, made).view()), result=key)
         made = self._certified(job, key, made, found.tensor)
         return {"type": "done", "result": key, "is_kept": is_kept, "text": found.text} | facts(made)

@@ -20,7 +20,7 @@ function asPython(view) {
   const prompt = view.chat ? `[{"role": "user", "content": ${literal(view.prompt)}}]` : literal(view.prompt);
   const options = view.answer ? literal(view.answer) : `max_new_tokens=${view.length}`;
   const rows = view.against ? `against=${literal(view.against)}` : `rows=${literal(view.rows)}`;
-  return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}, rules=${view.rules ? literal(view.rules) : 'tl.recommended("passage")'})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows}, set_aside=(0,))`, ""].join("\n");
+  return ["import tensorlens as tl", "", `lens = tl.load(${literal(view.model)}, rules=${view.rules ? literal(view.rules) : 'tl.recommended("passage")'})`, `answer = lens.answer(${prompt}, ${options})`, `answer.map(${literal(view.groups)}, ${rows})`, ""].join("\n");
 }
 
 export class AnswerPanel extends Asking {
