@@ -542,7 +542,7 @@ def test_bad_input_is_answered_in_one_sentence(tmp_path: Path) -> None:
         model.pooler.dense.weight.zero_()
         model.pooler.dense.bias.zero_()
     cases: list[tuple[str, Any]] = [
-        ("holds no words", lambda: tl.similarity(lens, "the cat", "  ")),
+        ("has no words", lambda: tl.similarity(lens, "the cat", "  ")),
         ("image", lambda: tl.similarity(lens, "the cat", Image.new("RGB", (8, 8)))),
         ("`pooling` must be one of", lambda: tl.similarity(lens, "the cat", "a mat", pooling="sum")),
         ("`measure` must be", lambda: tl.similarity(lens, "the cat", "a mat", measure="euclid")),  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
         if self.pairs is None and self.distance is not None:
             tensors = getattr(self, "_tensors_compared", None)
             if tensors is None:
-                raise MethodError("This comparison was loaded without its tensors. Ask `tl.compare` for a new one.")
+                raise MethodError("This comparison was loaded without its tensors. Call `tl.compare` again.")
             first, second = tensors
             force_setattr(self, "pairs", _per_pair(first, second, self.probes, self.seed))
         return self.pairs

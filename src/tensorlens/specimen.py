@@ -112,7 +112,7 @@ class Specimen:
         """Refuse a held sink in a model whose first position sees others: their columns would change with it."""
         if recording.rules.sink != "live" and recording.states[-1].shape[1] > 1 and not self._reads_forward(recording):
             raise InputError(
-                "`sink` can only be held in a causal model, where the first position attends only to itself; in "
+                "`sink` can only be kept fixed in a causal model, where the first position attends only to itself; in "
                 f"`{recording.name}` it attends to others. Leave `sink` out of the rules."
             )
 

@@ -307,7 +307,7 @@ def _plain(value: Tensor, name: str | None) -> Tensor:
     if type(value) is not Tensor or value.is_sparse or value.is_quantized or value.is_meta:
         raise InputError(
             f"Expected plain tensors to store; {f'`{name}`' if name else 'a constant'} is a {type(value).__name__}. "
-            "Save its maps instead, or ask a lens on the model with ordinary weights."
+            "Save its maps instead, or use a lens on the model with ordinary weights."
         )
     return value
 
@@ -451,8 +451,8 @@ def _restore_tensors(
 def _weight(memory: Memory, weights: Mapping[str, Tensor] | None) -> Tensor:
     if weights is None:
         raise InputError(
-            f"The file names the weight `{memory.weight}` and does not hold it (weights='reference'). Pass the lens of "
-            "the model it was saved from: `AttentionTensor.load(path, lens=lens)`."
+            f"The file names the weight `{memory.weight}` but does not contain it (weights='reference'). Pass a lens "
+            "on the model it was saved from: `AttentionTensor.load(path, lens=lens)`."
         )
     weight = weights.get(memory.weight or "")
     if weight is not None and _name(weight.dtype) == memory.dtype:

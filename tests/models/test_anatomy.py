@@ -422,7 +422,7 @@ class TwoStages(nn.Module):
 
 def test_a_state_that_the_last_blocks_only_hand_on_is_not_taken_for_the_end():
     model = TwoStages().eval()
-    with pytest.raises(AnatomyError, match="passes the state"):
+    with pytest.raises(AnatomyError, match="passes on the state"):
         tl.Lens(model)([3, 5, 7, 2])
     assert tl.Lens(model, blocks="first, second")([3, 5, 7, 2]).certificate().passed
 

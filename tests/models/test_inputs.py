@@ -72,7 +72,7 @@ def test_image_labels_and_grid():
 
 
 TEXT_ERRORS = {
-    "empty text": (" \n", "holds no words"),
+    "empty text": (" \n", "has no words"),
     "too long": ([5] * 41, "at most 40 tokens; got 41"),
     "no ids": ([], "at least one token"),
     "id out of range": ([1, 60], "0 to 59.*got 60"),

@@ -255,7 +255,7 @@ def test_folders_that_are_not_whole(tmp_path: Path):
     with pytest.raises(LoadError, match=r"some\.gguf"):
         load_pretrained(tmp_path)
     BERT.save_pretrained(tmp_path)
-    with pytest.raises(LoadError, match="holds weights"):
+    with pytest.raises(LoadError, match="contains weights"):
         load_pretrained(tmp_path)
 
 

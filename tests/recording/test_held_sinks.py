@@ -131,7 +131,7 @@ def test_saved_batched_and_streamed_as_alone(tmp_path, monkeypatch):
         ({"sink": "drop"}, "live, hold or the number of a block; got 'drop'"),
         ({"sink": -1}, "got -1"),
         ({"sink": True}, "got True"),
-        ({"sink": "hold", "attention": "half"}, "can only be held where attention is; got attention='half'"),
+        ({"sink": "hold", "attention": "half"}, "can only be kept fixed if attention is; got attention='half'"),
     ],
 )
 def test_what_cannot_be_held_is_refused(given, said):

@@ -28,10 +28,10 @@ def test_pairs_change_the_default_or_the_set_before_them():
     [
         ("royal", "TensorLens has no rule set 'royal'. Choose paper, cp_lrp"),
         ("", "TensorLens has no rule set ''"),
-        ("gate=half,attn_lrp", "no choice 'attn_lrp'"),
+        ("gate=half,attn_lrp", "no option 'attn_lrp'"),
         ("door=half", "Choose among attention, gate, norm, activation"),
         ("gate=shut", "`gate` must be one of freeze_gate"),
-        ("include_final_norm=True", "no choice 'include_final_norm'"),
+        ("include_final_norm=True", "no option 'include_final_norm'"),
         (3, "by name or a `tensorlens.Rules`; got 3"),
     ],
 )

@@ -295,7 +295,7 @@ def test_models_are_fine_tuned_and_then_measured(tmp_path, name, monkeypatch):
     forbidden = small_protocol(tmp_path, training={"epochs": 0})
     given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "other")]
     result = CliRunner().invoke(app, ["paper", name, *given, "--limit", "4", "--protocol", str(forbidden)])
-    assert isinstance(result.exception, InputError) and "measures it after fine-tuning" in str(result.exception)
+    assert isinstance(result.exception, InputError) and "fine-tunes it before measuring" in str(result.exception)
 
 
 def test_a_model_is_fine_tuned_where_samples_are_drawn_without_regard_to_labels(tmp_path):

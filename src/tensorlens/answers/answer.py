@@ -301,7 +301,7 @@ def make_answer(
     if options or seed is not None:
         names = ", ".join([*options, *(["seed"] if seed is not None else [])])
         raise InputError(
-            f"A given answer is not generated; leave {names} out. How it is explained goes to `Answer.map`."
+            f"The answer is given, so nothing is generated; leave {names} out. Options of a map go to `Answer.map`."
         )
     found = given(specimen, read, answer)
     served = None if logprobs is None else check_served(logprobs, len(found.ids))

@@ -85,7 +85,7 @@ def read_prompt(specimen: Specimen, prompt: Any) -> Prompt:
 def _text(specimen: Specimen, text: str) -> Prompt:
     ids, offsets = ids_of(specimen, text, special=True)
     if not text.strip() or not ids:
-        raise InputError(f"Expected some text as a prompt; got {text!r}, which holds no words.")
+        raise InputError(f"Expected some text as a prompt; got {text!r}, which has no words.")
     specimen.prepare(list(ids))  # refuses what is too long
     return Prompt(ids=ids, text=text, offsets=offsets)
 
@@ -257,7 +257,7 @@ def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: A
     try:
         return model.generate(input_ids=ids, **{"attention_mask": torch.ones_like(ids), **further}, **settings)
     except (TypeError, ValueError) as error:
-        raise InputError(f"The model's `generate` refused what it was asked for: {error}") from error
+        raise InputError(f"`generate` of `{type(model).__name__}` refused these arguments: {error}") from error
 
 
 def _room(specimen: Specimen, prompt: Prompt, max_new_tokens: int) -> int:

@@ -251,4 +251,4 @@ def _check_method(name: str | None, target: Any, norm: str) -> None:
 
     if target is not None and not METHODS[name].takes_target:
         taking = [other for other, method in METHODS.items() if method.takes_target]
-        raise MethodError(f"`{name}` takes no target; {' and '.join(taking)} does. Leave --target or --method out.")
+        raise MethodError(f"`{name}` takes no target. Leave --target out, or choose {' or '.join(taking)}.")

@@ -104,9 +104,9 @@ def ablation(
     (logits,) = edited_logits(run, [edits])
     if logits is None:
         raise MethodError(
-            f"No single module of `{run.recording.name}` gives out all of "
-            f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without. "
-            "Use `T.components`, which needs no run."
+            f"No single module of `{run.recording.name}` outputs all of "
+            f"{', '.join(str(part.component) for part in chosen)}, so the model cannot be run without that part. "
+            "Use `T.components`, which does not run the model."
         )
     kept = {part.slot: torch.ones_like(run.values(part.block)[part.slot]) for part in chosen}
     for part in chosen:

@@ -199,7 +199,7 @@ def page_writer(payload: Callable[[], dict[str, Any]], title: str) -> Writer:
             text = inside_page(payload(), title)
         except ValueError as error:  # strict JSON
             raise InputError(
-                f"Expected finite numbers to draw; this record holds others ({error}). Save it as .json instead."
+                f"Expected finite numbers to draw; this record contains others ({error}). Save it as .json instead."
             ) from error
         path.write_text(text, encoding="utf-8")
 

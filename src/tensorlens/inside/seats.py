@@ -152,8 +152,8 @@ def check_lengths(clean: Tensor, corrupted: Tensor) -> None:
     """Refuse two inputs, by states of theirs, whose components cannot be put in each other's place."""
     if clean.shape != corrupted.shape:
         raise InputError(
-            f"Expected two inputs of the same length; got {len(clean)} and {len(corrupted)} tokens. Replace words by "
-            "others of as many tokens."
+            f"Expected two inputs of the same length; got {len(clean)} and {len(corrupted)} tokens. Replace words "
+            "with others that have as many tokens."
         )
 
 

@@ -246,7 +246,7 @@ def added_positions(recording: Recording) -> Tensor:
 def check_split(method: str, groups: Any) -> None:
     """Refuse questions whose columns cannot be split into words and positions."""
     if method not in SPLITS or groups is not None:
-        raise InputError(f"`positions` are columns of their own of {', '.join(SPLITS)}, without groups.")
+        raise InputError(f"`positions` is an option of {', '.join(SPLITS)}, without groups.")
 
 
 def with_positions(made: TokenMap, question: Question) -> TokenMap:

@@ -444,7 +444,7 @@ def _refuse_if_aside(anatomy: Anatomy, last: ModuleCall, place: int) -> None:
     is_made = [seen.node >= last.start for seen in last.given]
     if any(is_made) and place < len(is_made) and not is_made[place]:
         raise AnatomyError(
-            f"`{last.path}` passes the state of `{anatomy.stack}`, of shape {last.given[place].shape}, on unchanged "
+            f"`{last.path}` passes on the state of `{anatomy.stack}`, of shape {last.given[place].shape}, unchanged "
             "and works on a different one. Expected one state that goes from block to block; pass the path of blocks "
             "that it goes through as `blocks=`."
         )

@@ -176,7 +176,7 @@ def _from_text(text: str, model: nn.Module, processor: Any) -> ModelInput:
             "token ids."
         )
     if not text.strip():
-        raise InputError(f"Expected some text; got {text!r}, which holds no words.")
+        raise InputError(f"Expected some text; got {text!r}, which has no words.")
     check_unicode(text)
     [(ids, offsets)] = tokenised(tokenizer, [text])
     if not ids:
@@ -412,5 +412,5 @@ def _checked(value: Tensor, name: str) -> Tensor:
         kind = "complex" if value.is_complex() else kind
         raise InputError(f"The {name} must be an ordinary dense tensor of real numbers; got a {kind} one.")
     if value.numel() == 0 and value.dim() != 1:
-        raise InputError(f"The {name} must hold at least one sample and one token; got shape {tuple(value.shape)}.")
+        raise InputError(f"The {name} must have at least one sample and one token; got shape {tuple(value.shape)}.")
     return value

@@ -89,7 +89,7 @@ def check_model_name(name: str | Path, revision: str | None = None) -> None:
     """
     if not isinstance(name, (str, Path)):
         raise LoadError(
-            f"A model's name or path was expected; got {type(name).__name__}. A model that is made or loaded already "
+            f"A model's name or path was expected; got {type(name).__name__}. A model that is already in memory "
             "goes into `tensorlens.Lens(model, tokenizer)`."
         )
     text = str(name)
@@ -179,10 +179,10 @@ def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         files = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"Name the file itself: {folder / files[0]}" if files else "Name the folder save_pretrained wrote."
-        raise LoadError(f"A model folder holds a config.json, but {folder} does not. {hint}")
+        raise LoadError(f"A model folder contains a config.json, but {folder} does not. {hint}")
     if not weight_files(folder):
         raise LoadError(
-            f"A model folder holds weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
+            f"A model folder contains weights (model.safetensors or pytorch_model.bin), but {folder} does not. "
             "Save the model again with save_pretrained, or copy the missing files."
         )
 

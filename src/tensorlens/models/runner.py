@@ -127,7 +127,7 @@ def run(
             return reached.state
     if to != "output" and route.n_entered < n_blocks:
         raise InputError(
-            f"`{type(anatomy.model).__name__}` ran {route.n_entered} of the {n_blocks} blocks that it ran when it was "
+            f"`{type(anatomy.model).__name__}` ran only {route.n_entered} of the {n_blocks} blocks that it ran when "
             "recorded. Expected the same path for the same input; switch off randomness, and any state kept between "
             "calls outside its modules."
         )

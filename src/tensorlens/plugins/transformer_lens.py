@@ -92,7 +92,7 @@ def component_of(name: str, part: int | None = None) -> Component:
             return Component(kind=kind, block=block)
         number = rest[0] if rest else part
         if number is None:
-            raise InputError(f"`{name}` holds one entry per {kind}; pass `part` to name one.")
+            raise InputError(f"`{name}` has one entry per {kind}; pass `part` to name one.")
         return Component(kind=kind, block=block, **{"head" if kind == "attention head" else kind: number})
     raise InputError(
         f"`{name}` is not a hook or label of a component. Examples: L5H3, 5_mlp_out, blocks.5.attn.hook_z."

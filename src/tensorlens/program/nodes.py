@@ -182,7 +182,7 @@ class Constants(Sequence[Tensor]):
                 name = self.names.get(n)
                 raise InputError(
                     f"{f'`{name}`' if name else 'A tensor of the model'} was modified after this input was "
-                    f"recorded, and this tensor describes the model as it was. Ask the lens for the input again."
+                    f"recorded, and this tensor describes the model as it was. Call the lens on the input again."
                 )
 
     def check_storable(self) -> None:

@@ -255,7 +255,7 @@ class StepReader:
         if a is None or b is None:
             return a or b  # type: ignore[return-value]
         if a.is_channel != b.is_channel:
-            raise NotFoldable("values are added that lie in different orders")
+            raise NotFoldable("values in different orders are added")
         return replace(a, paths=(*a.paths, *b.paths))
 
     def mixed(self, slot: int, values: Paths, form: Callable[[], Tensor]) -> Paths:
@@ -318,7 +318,7 @@ def reads(name: str) -> Callable[[Callable[..., Paths]], Callable[..., Paths]]:
 @reads("cast")
 def _(reader: StepReader, slot: int, x: Paths, dtype: torch.dtype, device: torch.device | None = None) -> Paths:
     if device is not None and torch.device(device) != reader.device:
-        raise NotFoldable("it lies on several devices")
+        raise NotFoldable("it is spread over several devices")
     return x
 
 

@@ -76,7 +76,7 @@ def verify(program: Program) -> None:
         written.add(step.out)
     missing = set(program.outputs) - written
     if missing:
-        raise NotLinearError(f"The program ends in values {sorted(missing)} that no step of it made.")
+        raise NotLinearError(f"The program ends in values {sorted(missing)} that none of its steps made.")
 
 
 def fault_of(step: Step, written: set[int], n_constants: int) -> str | None:

@@ -202,7 +202,7 @@ def _check_same(n: int, again: Tensor, first: Tensor) -> None:
     if not error <= CERTIFICATE[first.dtype]:
         raise InputError(
             f"Block {n} gave a different state when it was recorded again (relative difference {error:.1e}): the model "
-            "has changed since this input was recorded, or keeps something from call to call. Ask the lens for the "
+            "has changed since this input was recorded, or keeps state between calls. Call the lens on the "
             "input again."
         )
 
@@ -218,7 +218,7 @@ def _matched(kept: _Kept, program: Program, n_before: int) -> Mapping[int, Tenso
             raise InputError(
                 f"Block {step.block} took different steps when it was recorded again: expected `{step.operation}` in "
                 f"`{step.module}`, got {'no step' if again is None else f'`{again.operation}` in `{again.module}`'}. "
-                "The model has changed since; ask the lens for the input again."
+                "The model has changed since; call the lens on the input again."
             )
         found |= {old.index: program.constants[new.index] for old, new in pairs if type(old) is Held}
     return {n: found[n] for n in kept.held}

@@ -68,8 +68,8 @@ class Rules(Printed):
             raise InputError(f"`sink` must be live, hold or the number of a block; got {self.sink!r:.60}.")
         if self.sink != "live" and self.attention != "hold":
             raise InputError(
-                f"`sink` can only be held where attention is; got attention={self.attention!r}, under which the words "
-                "also decide how much goes to the sink. Use rules that hold attention, such as half_gate."
+                f"`sink` can only be kept fixed if attention is; got attention={self.attention!r}, under which the "
+                "words also decide how much goes to the sink. Use rules that keep attention fixed, such as half_gate."
             )
         object.__setattr__(self, "softmax_temperature", _temperature(self.softmax_temperature))
         if not isinstance(self.include_final_norm, bool):
@@ -148,7 +148,7 @@ class Rules(Printed):
         known = [one.name for one in fields(cls) if one.name != "include_final_norm"]
         unknown = next((key for key in choices if key not in known), None)
         if unknown is not None:
-            raise InputError(f"Rules have no choice {unknown!r}. Choose among {', '.join(known)}, as in gate=half.")
+            raise InputError(f"Rules have no option {unknown!r}. Choose among {', '.join(known)}, as in gate=half.")
         choices |= {key: int(value) for key, value in choices.items() if key == "sink" and value.isdecimal()}
         return replace(getattr(cls, name)(include_final_norm=include_final_norm), **choices)
 

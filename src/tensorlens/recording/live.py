@@ -64,8 +64,8 @@ class Followed(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotLinearError(
-            "The model hands a live tensor to `pickle`, `torch.save`, `copy.copy` or another process, where no rule can"
-            " follow it. Let the model compute in its own process, with torch functions."
+            "The model passes a live tensor to `pickle`, `torch.save`, `copy.copy` or another process, where no rule "
+            "can follow it. Let the model compute in its own process, with torch functions."
         )
 
     def as_subclass(self, cls: Any) -> Any:

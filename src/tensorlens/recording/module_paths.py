@@ -183,7 +183,7 @@ class Weights:
         if changed is not None:
             raise InputError(
                 f"`{changed}` was modified or replaced after this input was recorded. {what} needs the model as it "
-                "was: ask the lens for the input again."
+                "was: call the lens on the input again."
             )
 
 

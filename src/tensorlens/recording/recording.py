@@ -183,7 +183,7 @@ class Recording:
         """
         if self.origin is None:
             raise MethodError(
-                f"{what} needs the model itself, and this tensor was loaded without it. Ask a lens on the model."
+                f"{what} needs the model itself, and this tensor was loaded without it. Call a lens on the model."
             )
         self.origin.weights.check(what)
         return self.origin

@@ -340,8 +340,8 @@ class Tape:
         place = "outside of the blocks" if self.block is None else f"block {self.block}"
         return NotLinearError(
             f"`{operation}` in `{self.module or 'the model'}` ({place}) has no rule that would make it exactly linear. "
-            "Expected operations that are linear, or that the rules can hold fixed. Register an adapter for the "
-            "module's class with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
+            "Expected linear operations, or others with a factor that the rules keep fixed. Register an adapter for "
+            "the module's class with `tensorlens.adapter`, or a rule for the function with `tensorlens.rules_for`."
         )
 
     # Dead code --------------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def _from_folder(path: Path, column: str | None, label: str | None, split: str) 
         empty = next((one.name for one in classes if not any(one in file.parents for file in chosen)), None)
         if empty is not None:
             raise InputError(
-                f"The class folder {empty!r} in {str(path)!r} holds no {kind}. Fill it, or remove it to use the "
+                f"The class folder {empty!r} in {str(path)!r} contains no {kind}. Fill it, or remove it to use the "
                 f"other classes."
             )
         return _from_files("image" if pictures else "text", chosen, path)
@@ -384,6 +384,6 @@ def _library_rows(source: str | Path, split: str) -> Iterable[Row]:
     if isinstance(found, dict):
         part = next((found[name] for name in SPLITS.get(split, (split,)) if name in found), None)
         if part is None:
-            raise InputError(f"{str(source)!r} holds {', '.join(map(str, found))}; expected a part called {split}.")
+            raise InputError(f"{str(source)!r} has {', '.join(map(str, found))}; expected a split called {split}.")
         return part
     return found

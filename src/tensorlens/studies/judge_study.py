@@ -251,7 +251,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     units, labels = prompt.groups("words")
     tokens = prompt.tokens_at(spans)
     if len(units) < 2:
-        raise InputError("A prefix of one word leaves nothing to decide.")
+        raise InputError("The prefix has a single word, so there is nothing to rank.")
     return Item(
         judge=EVIDENCE,
         set=name,

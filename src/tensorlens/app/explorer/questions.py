@@ -121,7 +121,7 @@ class CircuitAsk(Ask, frozen=True, kw_only=True):
         """Refuse a picture, and texts that are empty or too long."""
         super().check(limits)
         if self.text is None:
-            raise InputError("A circuit is between two texts. Type a text in place of the picture.")
+            raise InputError("A circuit compares two texts. Type a text in place of the picture.")
         _check_texts(limits, self.corrupted)
 
 

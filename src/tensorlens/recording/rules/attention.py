@@ -154,7 +154,7 @@ def flexible(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs:
     """`flex_attention` with any score function: applied to the identity it gives A, which is held."""
     query, key, value, *rest = args
     if run.rules.attention != "hold":
-        raise NotLinearError(f"{run.refusal('flex_attention')} Attention can only be held in it.")
+        raise NotLinearError(f"{run.refusal('flex_attention')} Only rules that keep attention fixed support it.")
     run.note("attention: flexible, held")
     q, k, v = (value_of(x) for x in (query, key, value))
 

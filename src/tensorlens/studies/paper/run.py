@@ -174,7 +174,7 @@ class PaperTable:
         expected = "image" if self.table.kind == "imagenet" else "text"
         if self.samples.kind != expected:
             raise InputError(
-                f"The table {self.name} needs {SAID[self.table.kind]}; {str(self.data)!r} holds {self.samples.kind}s."
+                f"The table {self.name} needs {SAID[self.table.kind]}; {str(self.data)!r} has {self.samples.kind}s."
             )
         if self.table.trains:
             whole, self.training = self.samples, self._part("train")
@@ -352,7 +352,7 @@ def every_table(data: str | Path, out: str | Path, models: str | Path | None, **
     for name in TABLES:
         folder = None if models is None else Path(models).expanduser() / ("pythia" if name == "relations" else name)
         if folder is not None and not folder.is_dir():
-            raise LoadError(f"`--model` must hold a folder for each table; there is no {str(folder)!r}.")
+            raise LoadError(f"`--model` must be a folder with one subfolder per table; there is no {str(folder)!r}.")
         made.append(PaperTable(name, data, Path(out) / name, model=folder and str(folder), **options))
     for one in made:
         one.check()

@@ -53,7 +53,7 @@ def trained(
     """
     if not options.epochs:
         raise InputError(
-            f"{model} has no head for sentiment, and the paper measures it after fine-tuning. Set training.epochs in "
+            f"{model} has no head for sentiment; the paper fine-tunes it before measuring. Set training.epochs in "
             "the protocol to 1 or more, or pass a model that was trained with --model."
         )
     about = {"model": model, "seed": seed, "data": data.fingerprint, **structs.asdict(options)}

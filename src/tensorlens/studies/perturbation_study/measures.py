@@ -33,7 +33,7 @@ def ranking(scores: Float[Tensor, " token"], maskable: Sequence[int], order: Ord
     """
     kept = in_float64(scores[list(maskable)])
     if not bool(torch.isfinite(kept).all()):
-        raise InputError("The scores hold NaN or infinity, which cannot be ranked.")
+        raise InputError("The scores contain NaN or infinity, which cannot be ranked.")
     kept = kept.abs() if absolute else kept
     return [maskable[i] for i in kept.argsort(descending=order == "most", stable=True).tolist()]
 

@@ -115,8 +115,8 @@ def run_prompts(anatomy: Anatomy, prompts: Sequence[Sequence[int]], starts: Sequ
         found = getattr(states.output, "logits", None)
         if found is None or found.dim() != 3:
             raise InputError(
-                f"Relation decoding needs a language model; `{type(anatomy.model).__name__}` says no next token. Load "
-                "it as one (AutoModelForCausalLM)."
+                f"Relation decoding needs a language model; `{type(anatomy.model).__name__}` predicts no next token. "
+                "Load it as one (AutoModelForCausalLM)."
             )
         for start in starts:
             entering[start].append(states.entering[start])

@@ -130,7 +130,7 @@ def _facts(samples: list[Any], path: Path) -> tuple[tuple[Fact, ...], list[Probl
         try:
             fact = msgspec.convert(sample, Fact)
             if fact.subject in found:
-                raise ValueError(f"{fact.subject!r} is there already; the first one counts - at `$.subject`")
+                raise ValueError(f"{fact.subject!r} is listed twice; the first one counts - at `$.subject`")
             found[fact.subject] = fact
         except ValueError as error:
             problems.append(_problem(path, f"samples[{i}]", error, is_fatal=False))
