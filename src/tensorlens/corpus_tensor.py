@@ -89,7 +89,7 @@ class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_re
     @property
     def headline(self) -> str:
         """The question that it answers."""
-        return "What will each state become, in words?"
+        return "Which words does each state lead to?"
 
     def _table(self) -> Table:
         """The first word of the mean operator, by block and token."""
@@ -167,7 +167,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     @property
     def headline(self) -> str:
         """The question that it answers."""
-        return f"What does each block's state become, in the mean over {self.n_texts} texts?"
+        return f"What does each block's state turn into, on average over {self.n_texts} texts?"
 
     def _table(self) -> Table:
         """One row per block and output channel, one column per input channel."""

@@ -57,8 +57,8 @@ _TABLE = {
             rules=Rules.attn_lrp(),
             method="tensor.in_class",
             target="logit",
-            because="on held-out sentences of four models they rank the deciding word higher than every baseline does, "
-            "by 0.07 to 0.14 in reciprocal rank (docs/what-to-use.md).",
+            because="on held-out sentences, with four models, they rank the deciding word higher than every "
+            "baseline does, by 0.07 to 0.14 in reciprocal rank (docs/what-to-use.md).",
         ),
         Recommendation(
             question="passage",
@@ -73,7 +73,7 @@ _TABLE = {
             rules=Rules.jacobian(),
             method="components",
             target="logit",
-            because="jacobian predicts best what patching a component does, with a correlation of 0.92 on held-out "
+            because="it predicts the effect of patching a component best, with a correlation of 0.92 on held-out "
             "prompts of SmolLM2; the paper's rules have 0.75 (docs/what-to-use.md).",
         ),
         Recommendation(

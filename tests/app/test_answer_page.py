@@ -177,7 +177,7 @@ def test_a_part_lights_passages_and_a_passage_lights_parts(tab):
     assert list(parts) == ["A cat did.", "So it goes."]
     assert number(parts["A cat did."]) == pytest.approx(float(expected.scores[0, 2]), abs=0.06)
     assert all(shades(answer, "part")) and not any(shades(answer, "passage"))
-    answer.get_by_role("button", name="What the whole answer rests on").click()
+    answer.get_by_role("button", name="What the whole answer is based on").click()
     assert shades(answer, "passage") == before
     answer.locator(".passages button.name", has_text="The cat sat.").press("Enter")
     assert "The cat sat." in answer.locator(".answer-says").inner_text()

@@ -318,7 +318,7 @@ class Agreement(NamedTuple):
             return f"the server's log-probabilities agree with this model's: they differ by {size}"
         return (
             f"the server's log-probabilities are not this model's: they differ by {size}. A different model, "
-            f"template, quantisation or temperature answered there; the explanation is of this model"
+            f"template, quantisation or temperature may have been used there; the explanation is about this model"
         )
 
 

@@ -80,8 +80,8 @@ def _what_works(error: Any) -> str:
 app = typer.Typer(
     cls=_Commands,
     name="tensorlens",
-    help="Which inputs made this output? A Transformer, at a given input, as one exact linear operator: "
-    "F(X) = T·X + B.\n\n"
+    help="Which inputs made this output? TensorLens writes a Transformer, at a given input, as one exact "
+    "linear operator: F(X) = T·X + B.\n\n"
     'Begin with: tensorlens explain smollm2-135m "The Eiffel Tower is in the city of"\n\n'
     "Every command has --help, and --quiet to print results and errors only. "
     "Run the same command again to resume an interrupted study.",
@@ -149,10 +149,10 @@ _add("Inspect", "size", size_, "What will it cost? Memory and time from the conf
 _add("Inspect", "models", models, "List the bundled models, and how to install them.")
 _add("Inspect", "methods", methods, "List the available map methods.")
 _add("Data sets", "maps", maps, "Map every row of a data set into a table.", continues=True)
-_add("Studies", "perturb", perturb, "Which method finds what matters?", continues=True)
-_add("Studies", "paper", paper, "Reproduce the paper's tables, its numbers beside ours.", continues=True)
+_add("Studies", "perturb", perturb, "Which method finds the tokens that matter?", continues=True)
+_add("Studies", "paper", paper, "Reproduce the paper's tables, with its numbers beside ours.", continues=True)
 _add("Studies", "relations", relations_, "Decode relations with the mean operator.", continues=True)
-_add("Studies", "fidelity", fidelity_, "How far from the input does T hold?", continues=True)
+_add("Studies", "fidelity", fidelity_, "How far from the input is T accurate?", continues=True)
 
 
 def _show_version(asked: bool) -> bool:

@@ -100,7 +100,7 @@ def circuit_(
 
     Example: tensorlens circuit smollm2-135m --clean "2+2=" --corrupted "2+3="
 
-    A .json file holds the graph in circuit-tracer's format.
+    A .json file contains the graph in circuit-tracer's format.
     """
     reading.check(model)
     check_choice(unit, "--unit", UNITS)

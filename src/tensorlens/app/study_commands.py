@@ -88,7 +88,7 @@ def perturb(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which method finds what matters? Replaces the tokens each method ranks highest; measures how the output moves.
+    """Which method finds the tokens that matter? Replaces the highest-ranked tokens and measures how the output moves.
 
     Example: tensorlens perturb minilm --data reviews.csv --out run --limit 50
 
@@ -163,7 +163,7 @@ def paper(
     processes: NumberOfProcesses = 1,
     asked: PaperChoices = PaperChoices(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Reproduce one of the paper's tables with its protocol: its numbers beside ours, deviations listed.
+    """Reproduce one of the paper's tables with its protocol: its numbers beside ours, and every deviation.
 
     Example: tensorlens paper pythia --data wikitext-103 --out pythia --limit 100
 
@@ -204,7 +204,7 @@ class RelationChoices:
     max_test: Annotated[int, typer.Option(help="Largest number of test facts per split.", min=1)] = 100
     starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0"
     categories: Annotated[list[str] | None, typer.Option("--category", help="Only this category. Repeatable.")] = None
-    with_lre: Annotated[bool, typer.Option("--lre/--no-lre", help="Whether to run LRE as well.")] = True
+    with_lre: Annotated[bool, typer.Option("--lre/--no-lre", help="Also run LRE.")] = True
     seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
 
     def named(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def fidelity_(
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """How far from the input does T hold? Errors by step size, the bounds of Proposition 1, properties of the tensor.
+    """How far from the input is T accurate? Errors by step size, the bounds of Proposition 1, properties of T by block.
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """

@@ -138,7 +138,7 @@ def _looseness(panel: Any, norms: dict[str, Any]) -> None:
     drawn = panel.barh(range(len(known)), values, color=colours)
     panel.bar_label(drawn, [f"10^{value:.1f}" for value in values], padding=2, fontsize=7)
     panel.set_yticks(range(len(known)), list(known), fontsize=7)
-    panel.set(title="what ‖T‖₂ is bounded by", xlabel="log₁₀")
+    panel.set(title="upper bounds of ‖T‖₂", xlabel="log₁₀")
     panel.margins(x=0.25)
 
 

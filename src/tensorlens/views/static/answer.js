@@ -9,7 +9,7 @@ class AnswerText {
     this.row = null; // null is the whole answer
     this.column = null;
     this.says = element("p", { class: "answer-says", "aria-live": "polite" });
-    this.whole = button("Whole answer", "What the whole answer rests on", () => this.choose({}));
+    this.whole = button("Whole answer", "What the whole answer is based on", () => this.choose({}));
     this.prompt = this.text("Prompt", this.data.prompt.map(([text, j]) => ({ text, j })));
     this.answer = this.text("Answer", this.data.answer.map(([text, i, j]) => ({ text, i, j })));
     this.table = element("table", { class: "passages" });
@@ -103,9 +103,9 @@ class AnswerText {
     const { inTokens, outTokens } = this.lens.data;
     const name = (label) => element("bdi", { text: `“${shorten(visible(label.trim()), 60)}”` });
     this.whole.hidden = this.row === null && this.column === null;
-    if (this.column !== null) this.says.replaceChildren("What ", name(inTokens[this.column]), " carries, part by part");
-    else if (this.row !== null && this.lens.nOut > 1) this.says.replaceChildren("What ", name(outTokens[this.row]), " rests on");
-    else this.says.textContent = this.data.against === null ? "What the whole answer rests on" : "Why this answer rather than the other";
+    if (this.column !== null) this.says.replaceChildren("What ", name(inTokens[this.column]), " supports, part by part");
+    else if (this.row !== null && this.lens.nOut > 1) this.says.replaceChildren("What ", name(outTokens[this.row]), " is based on");
+    else this.says.textContent = this.data.against === null ? "What the whole answer is based on" : "Why this answer rather than the other";
   }
 
   // Passages by size, below them the tokens set aside and the bias, and the sum of everything.

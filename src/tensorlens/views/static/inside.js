@@ -43,7 +43,7 @@ class Inside {
       act.addEventListener("click", () => this.choose([row, column]));
       return element("li", {}, [act]);
     });
-    return element("section", { class: "figure ranked-list" }, [element("h3", { text: "What carries most, over all tokens" }), element("ol", {}, lines)]);
+    return element("section", { class: "figure ranked-list" }, [element("h3", { text: "Strongest components, over all tokens" }), element("ol", {}, lines)]);
   }
 
   // “block 9, attention head 3 reads “John”, writes “ Mary” up 0.80”; the first token, a likely sink, only if nothing else is read.
@@ -80,7 +80,7 @@ class Inside {
       const score = formatNumber(flow[row][column], true);
       this.tip.textContent = `Entering block ${row}, token ${column} ${visible(this.data.tokens[column])}: carries ${score}`;
     };
-    return element("section", { class: "figure wide" }, [element("h3", { text: "What each token carries, by depth" }), canvas]);
+    return element("section", { class: "figure wide" }, [element("h3", { text: "Contribution of each token, by depth" }), canvas]);
   }
 
   cells() {
@@ -136,7 +136,7 @@ class Inside {
     if (one?.wrote) parts.push(this.text("Wrote at (total effect by token)", one.wrote));
     if (one?.read) parts.push(this.text("Read from (total effect by the token it attended to)", one.read));
     if (one?.look) parts.push(this.lookNode(one.look));
-    if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, of which direct ${formatNumber(one.direct, true)}` }));
+    if (one) parts.push(element("p", { class: "sum", text: `total effect ${formatNumber(one.total, true)}, direct effect ${formatNumber(one.direct, true)}` }));
     this.about.replaceChildren(...parts);
     const again = () => this.showAbout(name, one);
     this.host.dispatchEvent(new CustomEvent("tensorlens:component", { detail: { name, about: this.about, look: one?.look, again } }));

@@ -1,5 +1,5 @@
 // A similarity as a sum over pairs: two texts side by side, and the matrix. A token that is pointed at or clicked lights
-// up its partners in the other text; without one, each token wears what it carries with all of the other text.
+// up its partners in the other text; without one, each token has the colour of its sum over the other text.
 
 class Pairs {
   constructor(host, data) {
@@ -91,8 +91,8 @@ class Pairs {
     this.grid.mark = place && (place[0] ? [this.best(place), place[1]] : [place[1], this.best(place)]);
     this.grid.draw(this.data.cells, this.shade, this.limit);
     this.tip.textContent = place
-      ? `“${this.name(...place)}” carries ${formatNumber(sums[place[0]][place[1]], true)} with all tokens of the other side.${this.pinned ? "" : " Click to keep it."}`
-      : "Colours: what each token carries with all of the other side. Point at one to see its partners; click to keep it.";
+      ? `“${this.name(...place)}” contributes ${formatNumber(sums[place[0]][place[1]], true)} over all tokens of the other side.${this.pinned ? "" : " Click to keep it."}`
+      : "Colours: the contribution of each token, over all tokens of the other side. Point at one to see its partners; click to keep it.";
   }
 
   name(axis, k) {

@@ -3,7 +3,7 @@
 class Pictures {
   constructor(pictures, onPick) {
     this.pictures = pictures.map(({ image, places }, k) => {
-      const canvas = element("canvas", { width: 448, height: 448, role: "img", "aria-label": `Image ${k + 1}: what its ${places.length} parts carry` });
+      const canvas = element("canvas", { width: 448, height: 448, role: "img", "aria-label": `Image ${k + 1}: scores of its ${places.length} parts` });
       const picture = image ? [element("img", { src: image, alt: `Image ${k + 1}`, draggable: "false" })] : [];
       const stage = element("div", { class: "stage" }, [...picture, canvas]);
       if (!image) stage.style.aspectRatio = "1";

@@ -49,7 +49,7 @@ export class InsidePanel {
     return this.put("/api/circuit", { corrupted: this.corrupted.value }, ({ inside, curve, cpr, cmd, size }) => {
       const share = (x) => `${(100 * x).toFixed(1)} %`;
       const line = ([kept, f]) => element("tr", {}, [share(kept), element("meter", { min: "0", max: "1", value: String(f) }), share(f)].map((one) => element("td", {}, [one])));
-      const caption = `What the best of ${size} edges recover in the model, everything else as for the other text: CPR ${cpr.toFixed(2)}, CMD ${cmd.toFixed(2)}`;
+      const caption = `Part of the difference that the best of ${size} edges recover in the model, with all other edges as for the other text: CPR ${cpr.toFixed(2)}, CMD ${cmd.toFixed(2)}`;
       this.recovered.replaceChildren(element("caption", { text: caption }), ...curve.map(line));
       this.recovered.hidden = false;
       new Inside(this.circuit, inside);

@@ -58,7 +58,7 @@ export class Panel extends Asking {
     };
     this.text = textArea("Text", { placeholder: "Type a text, or drop an image here", rows: "1" }, { write, send: () => this.run() });
     this.text.addEventListener("paste", (event) => this.take(event.clipboardData?.files, event));
-    this.thumbnail = element("img", { alt: "The picture to look at" });
+    this.thumbnail = element("img", { alt: "The picture to explain" });
     this.picture = element("div", { class: "image-input", hidden: "" }, [this.thumbnail, button("Remove", "Remove the picture", () => this.dropImage())]);
     const input = element("input", { type: "file", accept: "image/*", "aria-label": "Choose a picture" });
     input.addEventListener("change", () => this.take(input.files));
