@@ -57,7 +57,7 @@ Reading = tuple[tuple[tuple[Said, ...], ...], ...]
 
 
 class CorpusReading(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_reading/1"):
-    """The words that each state will become: by the mean operator of a corpus, and by the plain logit lens.
+    """The words that each state leads to: by the mean operator of a corpus, and by the plain logit lens.
 
     Attributes:
         tokens: A label for each token.
@@ -282,7 +282,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
 
     @own_modes
     def read(self, T: AttentionTensor, k: int = 5) -> CorpusReading:
-        """The words that each state of an input will become, by block and position, beside the plain logit lens."""
+        """The words that each state of an input leads to, by block and position, beside the plain logit lens."""
         recording, classes = T.operator.recording, T.context.classes
         states = [state[0] for state in recording.states[: recording.n_blocks]]
         expected = (len(states), states[0].shape[1])
@@ -320,7 +320,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
 # The .pt files of published Jacobian lenses, which TransformerLens reads and writes too ------------------------------
 
 OWN = "tensorlens"
-"""Where the file of a lens holds what the format has no place for: the state that enters the first block, biases."""
+"""The key of a lens file for everything its format has no place for: the state that enters the first block, biases."""
 
 
 def _as_lens(made: CorpusTensor) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class LoadError(TensorLensError):
 
 
 class MissingExtraError(LoadError, ImportError):
-    """A feature needs a package that is not installed; the message holds the install line."""
+    """A feature needs a package that is not installed; the message contains the install line."""
 
 
 class InputError(TensorLensError, ValueError):
@@ -36,7 +36,7 @@ class AnatomyError(TensorLensError):
 
 
 class NotLinearError(TensorLensError):
-    """An operation cannot be kept fixed, so no exact linear operator exists."""
+    """An operation is not linear and no rule replaces it, so no exact linear operator exists."""
 
 
 class SizeError(TensorLensError, MemoryError):
@@ -59,7 +59,7 @@ def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
-    """Refuse a value that is none of some words."""
+    """Refuse a value that is not one of the allowed words."""
     if value not in choices:
         either = " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
         raise InputError(f"`{name}` must be {either}; got {value!r:.60}.")

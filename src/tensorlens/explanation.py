@@ -43,7 +43,7 @@ class Explanation(Tabular):
     The model has run already; the map and the certificate are computed on first use.
 
     Attributes:
-        tensor: The operator behind it.
+        tensor: The operator that it is computed from.
         recommendation: The rules, the method and the target in use.
         out_token: The output that is explained.
     """

@@ -161,7 +161,7 @@ def _save_processor(source: Installed, target: Path) -> None:
             from transformers import PreTrainedTokenizerFast
 
             made = PreTrainedTokenizerFast(tokenizer_file=str(path), model_max_length=512, **recipe.tokens)
-            made.backend_tokenizer.no_truncation()  # the package cuts texts without a word
+            made.backend_tokenizer.no_truncation()  # the package would truncate texts without notice
             made.backend_tokenizer.no_padding()
             made.save_pretrained(target)
 

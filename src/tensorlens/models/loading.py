@@ -85,7 +85,7 @@ def load_pretrained(
         device_map: How to spread a large model over devices, as in transformers; excludes `device`.
         attention: Attention implementation; by default transformers chooses between "eager" and "sdpa".
         trust_remote_code: Allow code that comes with a hub checkpoint.
-        revision: Which state of it: a branch, tag or commit of the hub, or a checkpoint folder inside the folder.
+        revision: Its version: a branch, tag or commit of the hub, or a checkpoint folder inside the folder.
 
     Raises:
         LoadError: The model cannot be found or read, or an option is unknown.

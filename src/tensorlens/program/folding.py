@@ -517,8 +517,8 @@ class FoldedBlocks:
     def push_each_token(self, x: Tensor, out_tokens: Tensor) -> Tensor:
         r"""$T_{oj} x_j$ for each token j of each sample, at the sample's own output o: (sample, token, channel).
 
-        What token j of a causal model carries stays zero before position j. So its tokens go in bands, each with the
         In a causal model, the contribution of token j is zero before position j. So tokens go in bands, each with the
+        positions from its first token on.
 
         Args:
             x: The states (sample, token, channel) that enter the first block.

@@ -26,11 +26,11 @@ LABEL_COLUMNS = ("label", "sentiment", "labels", "class", "category")
 IMAGE_COLUMNS = ("image", "img", "picture")
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".txt", ".raw", ".tokens", ".parquet")
 SPLITS = {"test": ("test", "val", "validation"), "train": ("train",)}
-"""What the folder of a part is called."""
+"""Names of the folder of each part."""
 NO_CLASS = ("unsup",)
 """Folders of reviews without a label, in IMDB's archive."""
 SYNSET = re.compile(r"n\d{8}(?=_)")
-"""How the names of ImageNet's training pictures begin."""
+"""The beginning of the names of ImageNet's training pictures."""
 Row = Mapping[str, Any]
 
 

@@ -50,7 +50,7 @@ EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
 """The paper's operator: other methods are shown with their difference to it."""
 SAME_AS_A_MEMBER = "gradient.times_input"
-"""Which is ``tensor.in_class@jacobian``."""
+"""A method that equals ``tensor.in_class@jacobian``, so only one of the two runs."""
 EXACTLY_KNOWN = "control.random"
 """The chance level is computed exactly for each item, without sampling."""
 Made = TypeVar("Made")
@@ -136,7 +136,7 @@ def judge(
         **changes: Single options by name, such as ``limit=50``, instead of a record or over it.
 
     Returns:
-        The summary and where everything is. Started again with the same settings, a run continues where it stopped.
+        The summary and the folder. To resume an interrupted run, call this again with the same settings.
     """
     chosen = chosen_options(JudgeOptions, options, changes)
     items, problems = evidence(lens, Path(data).expanduser(), chosen.limit)
@@ -220,7 +220,7 @@ class PrefixText:
 
 
 def whole_words(text: str, words: str) -> list[tuple[int, int]]:
-    """Where some words stand in a text, not as parts of longer ones."""
+    """The places of some words in a text, where they are not parts of longer words."""
     return [found.span() for found in re.finditer(rf"(?<!\w){re.escape(words)}(?!\w)", text)]
 
 
@@ -365,7 +365,7 @@ def unit_sums(item: Item, scores: Sequence[float]) -> list[float]:
 
 
 def word_overlap(item: Item) -> list[float]:
-    """How many of the words that the item names stand in each unit."""
+    """How many of the words that the item names are in each unit."""
     words, *of_units = (set(re.findall(r"\w+", text.lower())) for text in (item.overlap, *item.labels))
     return [float(len(words & unit)) for unit in of_units]
 
@@ -395,7 +395,7 @@ def as_floats(scores: Scores) -> np.ndarray:
 
 
 def reciprocal_rank(scores: Scores, truth: Truth) -> float:
-    """1 over the rank of the evidence that stands highest."""
+    """1 over the rank of the best-placed evidence."""
     values, is_evidence = as_floats(scores), np.array(truth) > 0
     best = values[is_evidence].max()
     above, ties = int((values > best).sum()), values == best

@@ -33,7 +33,7 @@ from tensorlens.mapper import Mapper
 from tensorlens.studies.runs import read_run_file, refuse_other_settings
 
 FILES = (".csv", ".jsonl")
-"""What the maps can be written as besides parquet, by suffix."""
+"""Formats of maps besides parquet, by suffix."""
 
 EncodedPart = tuple[bytes, str]
 """A parquet file, and a line of JSON for each row that was left out."""
@@ -209,7 +209,7 @@ AHEAD = 2
 
 
 QUIET_SECONDS = 60.0
-"""After this long without a finished part, we say what the cluster has free."""
+"""After this time without a finished part, a warning says how much of the cluster is free."""
 
 
 class PartActor:

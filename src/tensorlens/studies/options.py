@@ -29,7 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             msgspec.structs.force_setattr(self, name, value)
 
     def check_positive(self, *names: str) -> None:
-        """Refuse numbers below 1; None stands for no limit."""
+        """Refuse numbers below 1; None means no limit."""
         for name in names:
             number = getattr(self, name)
             if number is not None and number < 1:

@@ -1,7 +1,7 @@
 """The unmodified model: its states, read or replaced at the borders of its blocks, and its outputs in batches.
 
 Studies compare the operator with the true model: F at other inputs, its Jacobian, its own head on a predicted state,
-and what it makes of copies with some tokens replaced.
+and its outputs for copies with some tokens replaced.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ READ_CHUNK = 256
 
 @dataclass
 class PlainStates:
-    """What a pass met.
+    """The states of one pass.
 
     Attributes:
         entering: By block, the state that entered it, (batch, token, channel).
-        embedded: What the token embedding gave, before positions and scale outside it.
+        embedded: The output of the token embedding, before positions and scale outside it.
         leaving: The state that left the last block, before any final norm.
-        output: What the pass ended with.
+        output: The result with which the pass ended.
     """
 
     entering: dict[int, Tensor] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def true_function(
 
 
 def _for_each(value: Any, n: int) -> Any:
-    """What belongs to the one sample, for each of several states of it."""
+    """Repeat everything that belongs to the one sample, once for each of several states of it."""
     is_sample = isinstance(value, Tensor) and value.dim() and len(value) == 1
     return value.expand(n, *value.shape[1:]) if is_sample and n > 1 else value
 
@@ -194,7 +194,7 @@ class PlainModel:
         return Outputs(states=torch.cat([part.states for part in parts]), logits=torch.cat(logits) if logits else None)
 
     def n_tokens(self, inputs: dict[str, Tensor]) -> int:
-        """How many tokens the model makes of an input."""
+        """Number of tokens of an input."""
         return self._states(inputs, {})[0].shape[1]
 
     def _states(self, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -230,7 +230,7 @@ def _without_padding(model: nn.Module) -> Iterator[None]:
     """Temporarily, no token counts as padding to a decoder that classifies.
 
     It reads its last token that is not padding, and takes no batch if none is named. Copies have no padding, but what
-    takes a token's place may be the token that otherwise pads. Other models are left alone: some pad by themselves.
+    takes a token's place may be the token that otherwise pads. Other models are left alone: some pad on their own.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

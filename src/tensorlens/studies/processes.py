@@ -13,7 +13,7 @@ from tensorlens.errors import InputError
 from tensorlens.files import to_json
 
 RUN_ID = "tensorlens"
-"""By which a process knows that `hand_over` started it."""
+"""The variable that tells a process that `hand_over` started it."""
 
 
 @dataclass(frozen=True, kw_only=True)

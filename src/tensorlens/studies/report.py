@@ -87,7 +87,7 @@ class Section:
     Attributes:
         title: Its heading.
         text: Plain text, line breaks kept.
-        figures: What draws each figure, called when the page is written.
+        figures: Functions that draw a figure each, called when the page is written.
         tables: Below the figures.
     """
 

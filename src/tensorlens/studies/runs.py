@@ -42,7 +42,7 @@ from tensorlens.models.precision import matmul_precision
 from tensorlens.studies.processes import Processes
 
 Record = dict[str, Any]
-"""What was measured on one sample, with its `index`."""
+"""The measurements of one sample, with its `index`."""
 
 POLL_SECONDS = 0.2
 STALLED_AFTER_SECONDS = 3600.0
@@ -112,7 +112,7 @@ def check_run_folder(folder: str | Path, study: str) -> None:
 class Run:
     """A study's folder, opened for this process.
 
-    Started again with the same settings, it resumes where it stopped; different settings are refused.
+    Opened again with the same settings, it resumes where it stopped; different settings are refused.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `config.json` holds."""
+        """The content of `config.json`."""
         advice = "If its samples were made with the current settings, delete config.json and start again; else choose "
         return read_run_file(self.folder / "config.json", advice + "another folder.", _ConfigFile)
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """What `summary.json` holds; None before the end."""
+        """The content of `summary.json`; None before the end."""
         path = self.folder / "summary.json"
         return read_run_file(path, "Remove it and start the run again.") if path.exists() else None
 
@@ -173,7 +173,7 @@ class Run:
         Args:
             groups: The indices of all samples, over all processes, those that are measured together in one group. They
                 must not depend on what is done already.
-            measure: From the indices of a group to their records. What it raises ends the run, to be continued later.
+            measure: From the indices of a group to their records. An exception ends the run; it can be resumed later.
             progress: Whether to show a bar; None shows it in a terminal, and lines elsewhere.
         """
         n_samples = sum(map(len, groups))
@@ -403,9 +403,9 @@ def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[
     """A run may be continued if everything that its results depend on is the same: settings, study, versions.
 
     Args:
-        config: The file that holds what the run was started with.
-        there: What it holds, by part.
-        here: What is given now; only these parts are compared.
+        config: The file with the settings that the run was started with.
+        there: Its content, by part.
+        here: The settings now; only these parts are compared.
 
     Raises:
         InputError: something differs; says what, and what to do.

@@ -1,1 +1,1 @@
-"""Fidelity: how well the operator holds away from its input, compared with its bounds, and its properties."""
+"""Fidelity: how accurate the operator is away from its input, compared with its bounds, and its properties."""

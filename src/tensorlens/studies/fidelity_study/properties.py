@@ -155,7 +155,7 @@ def mean_properties(samples: list[list[dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def _weighted(record: dict[str, Any], name: str) -> float:
-    """Mean over input tokens, weighted by what they carry: the rank of a block of no size means nothing."""
+    """Mean over input tokens, weighted by the squared norms of their blocks: the rank of a zero block means nothing."""
     weights = [norm**2 for norm in record["pair_norm"]]
     return sum(w * x for w, x in zip(weights, record[name], strict=True)) / max(sum(weights), 1e-300)
 

@@ -108,7 +108,7 @@ def _is_list_of_texts(inputs: Any) -> bool:
 
 
 def _described(lens: Lens, value: Any) -> str:
-    """A text itself; of anything else its kind and a digest of what the model is given for it."""
+    """A text itself; for anything else, its kind and a digest of the model's arguments."""
     if isinstance(value, str) and Path(value).suffix.lower() not in IMAGE_SUFFIXES:
         return value
     arguments = make_input(value, lens.model, lens.processor).arguments
@@ -251,7 +251,7 @@ BOUNDS = {
 
 
 def norm_table(summary: dict[str, Any]) -> Table:
-    """The norm, the bounds, how much too large each is."""
+    """The norm, its bounds, and how many times too large each bound is."""
     norms = summary["norms"]
     true = math.log10(max(norms["measured"], 1e-300))
     first = {"what": "measured ‖T‖₂", "log10": f"{true:.2f}", "times the measured": "1"}
@@ -296,7 +296,7 @@ def property_table(summary: dict[str, Any]) -> Table:
 
 
 def dynamics(summary: dict[str, Any]) -> dict[str, str]:
-    """One line of a run, to be compared over checkpoints of a training."""
+    """One line of a run, for comparing the checkpoints of a training run."""
     norms, whole = summary["norms"], [one for one in summary["properties"] if one["kind"] == "suffix"][:1]
     found = {
         "‖T‖₂": f"{norms['measured']:.4g}",

@@ -36,7 +36,7 @@ TEX = (
     ("–", "--"),
     ("β", r"$\\beta$"),
 )
-"""What is written otherwise in LaTeX, in this order."""
+"""Replacements for LaTeX, in this order."""
 Rows = list[dict[str, str]]
 
 
@@ -199,7 +199,7 @@ def n_ahead(summary: Mapping[str, Any]) -> int:
 
 
 def write_figures(folder: Path, summary: dict[str, Any], methods: Sequence[str]) -> str | None:
-    """Curves, or bars and curves of relations, as .svg and .pdf; why there are none, if so."""
+    """Curves, or bars and curves of relations, as .svg and .pdf; the reason if there are none."""
     drawn: dict[str, Any] = {}
     try:
         if "conditions" in summary:

@@ -37,7 +37,7 @@ FOLDERS = {
     "wikitext": ("wikitext-103", "wikitext-103-raw", "wikitext-103-raw-v1", "wikitext", "wikitext-2"),
     "relations": ("relations",),
 }
-"""What the data of each kind may be called in a folder that holds several."""
+"""Names that the data of each kind may have in a folder with several kinds."""
 SAID = {
     "imagenet": "ImageNet (a folder of pictures by class)",
     "imdb": "IMDB reviews with labels (a file, the aclImdb folder, or stanfordnlp/imdb)",
@@ -56,7 +56,7 @@ class TableSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         data: Their hub id, if they have one that needs no agreement.
         options: Single options of the protocol that are this table's own.
         paper: The paper's numbers, by metric and method.
-        notes: What is to be known of it.
+        notes: Notes for the reader.
         trains: Whether the model is fine-tuned first.
     """
 
@@ -88,7 +88,7 @@ class PaperTable:
         seed: Seed of the draw, the splits and the bootstrap; the protocol's if None.
         device: Where it runs; the accelerator if None.
         trust_remote_code: Whether code that comes with the model may run.
-        revision: Which state of the model.
+        revision: The version of the model.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def is_classifier(model: str, revision: str | None = None) -> bool:
 def trained(
     model: str, data: Dataset, held_out: Dataset, folder: Path, options: Training, *, seed: int, device: str | None
 ) -> dict[str, Any]:
-    """Train a classifier of sentiment into `folder`, unless it is there already; what is known about it.
+    """Train a classifier of sentiment into `folder`, unless it is there already, and return the facts about it.
 
     Args:
         model: Folder or hub id of the model without a head.

@@ -1,4 +1,4 @@
-"""The curves of a group of samples: maps, rankings, replaced copies, and what replacing them does at each step.
+"""The curves of a group of samples: maps, rankings, replaced copies, and the effect of replacing them at each step.
 
 The samples of a group share recordings, and their copies share batches of the plain model.
 """
@@ -63,7 +63,7 @@ class Measurement:
         self.maps = GroupMaps(lens, [name for name in options.methods or () if name != RANDOM], options)
 
     def watched(self) -> str:
-        """What is watched, in words; that a state is made of logits, one channel per class, is said."""
+        """The watched output in words, with a note if its state consists of logits, one channel per class."""
         where = {"first": "the first token", "last": "the last token", "mean": "the mean of all tokens"}
         for index in range(len(self.samples)):
             try:
@@ -127,7 +127,7 @@ class Measurement:
             yield index, {name: scores[name] for name in self.options.methods or ()}
 
     def _clean(self, samples: Mapping[int, Sample], skipped: dict[int, str]) -> Iterator[tuple[int, Outputs]]:
-        """What the model makes of the samples as they are; those of one shape run together."""
+        """The model's outputs for the samples as they are; samples of one shape run together."""
         by_shape: dict[Hashable, list[int]] = {}
         for index, sample in samples.items():
             by_shape.setdefault(tuple(value.shape for value in sample.inputs.values()), []).append(index)
@@ -195,7 +195,7 @@ class Measurement:
         }
 
     def _start(self, sample: Sample, clean: Outputs) -> dict[str, float]:
-        """Where curves begin that do not begin at 0: whether the model is right with nothing replaced."""
+        """The first value of curves that do not begin at 0: whether the model is right with nothing replaced."""
         if sample.label is None or clean.logits is None:
             return {}
         return {"accuracy": float(is_right(clean.logits, sample.label)[0])}

@@ -1,4 +1,4 @@
-"""What a perturbation does, as numbers: which tokens go at each step, how far the output moves, the area under it.
+"""The effect of a perturbation, as numbers: which tokens go at each step, how far the output moves, the area under it.
 
 Mathematics only: scores, states and probabilities in, numbers out. Definitions as in the paper's first evaluation, with
 what it leaves open marked as a convention.
@@ -23,7 +23,7 @@ METRICS = ("hs_mse", "abs_aopc", "aopc", "accuracy")
 RISING = ("hs_mse", "abs_aopc", "aopc")
 """Metrics that grow as more is lost; accuracy falls."""
 GRID = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-"""Convention: the paper says 0 to 30 % and not in how many steps."""
+"""Convention: the paper says 0 to 30 %, but not in how many steps."""
 
 
 def ranking(scores: Float[Tensor, " token"], maskable: Sequence[int], order: Order, *, absolute: bool) -> list[int]:

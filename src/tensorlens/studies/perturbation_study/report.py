@@ -1,4 +1,4 @@
-"""What the samples of a perturbation run say together (curves, areas with intervals, who beats whom), and the report.
+"""The pooled results of a perturbation run (curves, areas with intervals, who beats whom), and the report.
 
 Intervals are paired bootstraps: all methods see the same resampled samples, so that what makes a sample hard for all of
 them cancels in their differences. Numbers depend on the samples' content alone, not on the order they were finished in.

@@ -117,9 +117,9 @@ GROUP_SIZE = 16
 MIN_GROUPS = 8
 """Groups into which even a small run is cut: several processes have to find work."""
 N_EXAMPLES = 3
-"""Samples whose maps stand in the report."""
+"""Samples whose maps are in the report."""
 OF_THE_SAMPLES = ("n_tokens", "min_tokens", "cut", "column", "label", "split", "batch_size", "group_size")
-"""Options of which the samples speak themselves, or on which numbers depend by rounding alone."""
+"""Options that the samples themselves show, or that change numbers by rounding alone."""
 
 
 @own_modes
@@ -148,7 +148,7 @@ def perturbation(
         **changes: Single options by name, such as ``limit=50``, instead of a record or over it.
 
     Returns:
-        The summary and where everything is. Started again with the same settings, a run continues where it stopped.
+        The summary and the folder. To resume an interrupted run, call this again with the same settings.
     """
     asked = chosen_options(PerturbationOptions, options, changes)
     dataset = data

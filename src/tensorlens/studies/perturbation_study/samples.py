@@ -40,9 +40,9 @@ class SamplePiece:
     Attributes:
         name: Where it came from.
         content: Token ids without special tokens, or an image.
-        label: What it is labelled with; of a window the token that follows it.
+        label: Its label; for a window, the token that follows it.
         unit: What is drawn as a whole when means are resampled, such as an article; None for the sample itself.
-        columns: What else its row holds.
+        columns: The other columns of its row.
     """
 
     name: str
@@ -191,8 +191,8 @@ class Sample:
     """One input, prepared.
 
     Attributes:
-        value: What a lens takes for it.
-        inputs: What the model takes, a batch of one.
+        value: The input for a lens.
+        inputs: The model's arguments, a batch of one.
         n_tokens: Tokens that enter the first block.
         fixed: Tokens that are never replaced under any preset.
         label: The class that it is labelled with, by its number in the model; None if that is not known.
@@ -225,7 +225,7 @@ def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
     folders are counted.
 
     Args:
-        label: As the data have it.
+        label: As it is in the data.
         model: Has the names of its classes in its configuration.
         every: The different labels of the data, sorted.
     """
@@ -294,7 +294,7 @@ class Texts(_Samples):
         return len(self.ids[index])
 
     def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[int]:
-        """For each copy what tells whether it fits into a batch with another: how many tokens it has."""
+        """For each copy its number of tokens: copies with the same number fit into one batch."""
         if replacement == "delete":
             if bool(masks.all(1).any()):
                 raise InputError(
@@ -420,11 +420,11 @@ class Images(_Samples):
         )
 
     def length(self, index: int) -> int:
-        """Nothing is known of an image before it is read."""
+        """Unknown for an image before it is read."""
         return 0
 
     def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[int, ...]]:
-        """For each copy what tells whether it fits into a batch with another: the size of the picture."""
+        """For each copy the size of the picture: copies of the same size fit into one batch."""
         return [tuple(sample.inputs["pixel_values"].shape[1:])] * len(masks)
 
     def copies(self, sample: Sample, masks: Tensor, replacement: str) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class LocalLinear:
 
     Attributes:
         weight: W, the Jacobian.
-        bias: b, what makes the expansion exact at the example.
+        bias: b, which makes the expansion exact at the example.
     """
 
     weight: Float[Tensor, "out_channel in_channel"]
@@ -191,7 +191,7 @@ class Tuned:
     Attributes:
         scale: β.
         agreement: Share of the examples where the prediction is the model's own.
-        log_probability: Mean of what the model's own answer gets.
+        log_probability: Mean log-probability of the model's own answer.
     """
 
     scale: float

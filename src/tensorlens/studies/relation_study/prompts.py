@@ -154,11 +154,11 @@ DOCUMENT_START = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class RelationPrompt:
-    """A text that ends where the object is to be said.
+    """A text that ends where the object should follow.
 
     Attributes:
         text: Examples, one per line, then the query.
-        ids: Its tokens, with what opens a document.
+        ids: Its tokens, including those that open a document.
         subject_tokens: Positions of the query's subject among them; the last one is where LRE reads.
     """
 

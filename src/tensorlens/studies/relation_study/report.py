@@ -1,4 +1,4 @@
-"""What the splits of a relation run say together, and its tables and report.
+"""The pooled results of a relation run, with its tables and its report.
 
 Means and deviations of a relation are over its splits, as in the paper's figure; those of a category are over its
 relations, with bootstrap intervals that draw relations, since splits of one relation are not independent.

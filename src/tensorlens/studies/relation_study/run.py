@@ -127,7 +127,7 @@ def relations(
     every, problems = load_relations(data, chosen.categories)
     found = _limited(every, chosen.limit)
     decoder = _Decoder(lens, chosen)
-    # What chose the relations need not be compared when a run is continued.
+    # The options that select relations may differ when a run is resumed.
     settings = {name: one for name, one in structs.asdict(chosen).items() if name not in ("limit", "categories")}
     about = {"relations": {relation.key: relation.digest for relation in found}, "options": settings}
     run = Run(out, "relations", model_settings(decoder.lens) | about)
@@ -167,7 +167,7 @@ class _Decoder:
         return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in every]
 
     def measure(self, relation: Relation, split: int) -> dict[str, Any]:
-        """The record of one split; what cannot be measured is said, and the run continues."""
+        """The record of one split; one that cannot be measured records the reason, and the run continues."""
         if relation.key not in self._aligned:
             self._aligned[relation.key] = align(relation, self.tokens)
         aligned = self._aligned[relation.key]
