@@ -50,7 +50,7 @@ EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
 """The paper's operator: other methods are shown with their difference to it."""
 SAME_AS_A_MEMBER = "gradient.times_input"
-"""A method that equals ``tensor.in_class@jacobian``, so only one of the two runs."""
+"""A method that equals ``tensor.in_class@jacobian``, so the default methods leave it out."""
 EXACTLY_KNOWN = "control.random"
 """The chance level is computed exactly for each item, without sampling."""
 Made = TypeVar("Made")
