@@ -154,6 +154,7 @@ class CircuitWiring:
             for slot in dict.fromkeys(reader.slot for reader in self.readers[n]):
                 readers = [reader for reader in self.readers[n] if reader.slot == slot]
                 stream = (block.sums or [])[readers[0].place].stream
+                # (reader, …): λ of the shared slot with everything but the reader's own part (its head) set to zero
                 rows = torch.stack([reader.alone(at[slot]) for reader in readers])
                 pulled = block.cotangents_at({slot: rows}, (stream,), (stream,))[stream]
                 read[n] += [block.to_tokens(one)[0] for one in pulled]
@@ -259,6 +260,7 @@ class _Judged:
 
         def gave(output: Any) -> Any:
             state = state_of(output)
+            # (circuit, row, token, channel); one row per circuit if `_own_row` has left out the others
             rows = state.reshape(self.n_circuits, -1, *written.shape[1:])
             found = rows if rows.shape[1] == 1 else rows[:, own]
             moved = found - found[:1]
@@ -266,7 +268,7 @@ class _Judged:
             if not later and found is not rows:
                 return None
             rows = rows.expand(-1, self.width, -1, -1).clone()
-            for row in later:
+            for row in later:  # a later reader of the block receives this write as its own edges carry it
                 rows[:, row] = written + torch.einsum("cw,cwij->cij", self.kept[:, start + row, writers], moved)
             return replace_state(output, state, rows.reshape(-1, *state.shape[1:]))
 
@@ -303,6 +305,7 @@ class _Judged:
         """The input of each reader of the block from earlier blocks."""
         check_cancelled()
         start, stop = self.starts[n], self.starts[n + 1]
+        # (circuit, reader, token, channel): x_r = x_r(corrupted) + Σ over kept edges of y_b − y_b(corrupted)
         found = self.corrupted.entering[n].expand(self.n_circuits, self.width, -1, -1).clone()
         edges = self.kept[:, start:stop, : start + 1]
         found[:, : stop - start] += torch.einsum("crw,cwij->crij", edges, self.moved[:, : start + 1])

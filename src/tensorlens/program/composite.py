@@ -110,6 +110,7 @@ def attention(
 
         def together(vs: Tensor) -> Tensor:
             vs = _repeated(vs, query.shape[-3]) if grouped else vs
+            # (v, …, head, key, channel) as (…, head, key, v and channel): one product of A for all of them.
             side_by_side = vs.movedim(0, -2).flatten(-2)
             found = [
                 rows_of_attention(q, k, mask, causal, factor, rows).to(vs.dtype) @ side_by_side
@@ -143,6 +144,7 @@ def _(
             a = rows_of_attention(q, k, mask, causal, factor, rows)
             found += a.to(found.dtype).mT @ side_by_side[..., rows, :]
         found = found.unflatten(-1, (len(us), -1)).movedim(-2, 0)
+        # (u, …, value head, query heads that share it, key, channel): what they share adds up.
         return found.unflatten(-3, (value.shape[-3], -1)).sum(-3) if grouped else found
 
     return _Several.apply(u, together) if is_batchedtensor(u) else together(u[None])[0]
@@ -223,7 +225,7 @@ def live_attention(
     scale = 1 / math.sqrt(q0.shape[-1]) if scale is None else scale
     of_scores, of_matrix, of_values = shares
     parts = []
-    for rows in _chunks(q0, k0):
+    for rows in _chunks(q0, k0):  # each matrix here is (…, head, some queries, key)
         a0 = rows_of_attention(q0, k0, mask, causal, scale, rows)
         moved = of_scores * scale * (_times(q0[..., rows, :], k) + _times(None if q is None else q[..., rows, :], k0))
         s = a0 if temperature == 1 else rows_of_attention(*_cooled(q0, k0, mask, causal, scale, temperature), rows)
@@ -284,6 +286,7 @@ def _(
             return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         _, _, cooled, _, factor = _cooled(q, k, mask, causal, factor, temperature)
+        # The first term moves with q and k alone, the second with v alone. Only their derivatives are used.
         moved = F.scaled_dot_product_attention(q, k, at[2], cooled, is_causal=causal, scale=factor, enable_gqa=grouped)
         mixed = attention.run(*at[:2], v, mask, causal, scale, grouped)
         return temperature * moved + mixed

@@ -226,7 +226,7 @@ class FoldedBlock:
     @cached_property
     def reach(self) -> tuple[list[int], list[int]]:
         """First and last input that each output attends to in any head of any sample, itself included."""
-        n = self.mix.shape[-1]
+        n = self.mix.shape[-1]  # touched: (in_token, out_token), True where the output attends to the input
         touched = (self.mix != 0).flatten(0, 1).any(0) | torch.eye(n, dtype=torch.bool, device=self.mix.device)
         last = n - 1 - touched.flip(0).int().argmax(0)
         return touched.int().argmax(0).tolist(), last.tolist()
@@ -321,7 +321,7 @@ def _without_repeats(one: Factored, n_heads: int) -> Chain:
     pieces = _with_takes_joined(one.pieces)
     if pieces[-1].kind != "take":
         return pieces
-    heads = pieces[-1].by.view(n_heads, -1)
+    heads = pieces[-1].by.view(n_heads, -1)  # (head, head_channel): the channel that each number was taken from
     is_new = torch.cat([torch.ones(1, dtype=torch.bool), (heads[1:] != heads[:-1]).any(1)])
     own = heads[is_new]
     if n_heads % len(own) or not torch.equal(own.repeat_interleave(n_heads // len(own), 0), heads):
@@ -331,7 +331,7 @@ def _without_repeats(one: Factored, n_heads: int) -> Chain:
 
 def _mixing(form: Form) -> Tensor:
     """Attention as (sample, head, in_token, out_token), with the token factors of both sides."""
-    mix = at_least_float32(form.mixing.matrix()).mT
+    mix = at_least_float32(form.mixing.matrix()).mT  # factors of V belong to the input token, those of O to the output
     n_samples, n_tokens = mix.shape[0], mix.shape[-1]
     if form.value[0].tokens:
         mix = mix * product_of(form.value[0].tokens).view(n_samples, 1, n_tokens, 1).to(mix)
@@ -469,6 +469,7 @@ class FoldedBlocks:
         """
         last, starts = len(self) - 1, starts.to(self.dtype)
         tokens = self.block(last).seen_by(Range(min(out_tokens), max(out_tokens) + 1))
+        # (token, output, cotangent, channel)
         rows = starts.new_zeros(tokens.size, *starts.shape[:2], self._forms[last].n_channels)
         for n, (i, start) in enumerate(zip(out_tokens, starts, strict=True)):  # each output has one live token here
             pulled, seen = self._through(last, start[None], Range(i, i + 1), sample, keep_matrices)
@@ -491,8 +492,10 @@ class FoldedBlocks:
         block, live = self._of_sample.get(key) or whole.of(sample), whole.seen_by(tokens)
         if place in self._folded:
             self._of_sample[key] = block  # views: with few cotangents, making them takes longer than the products
+        # c is (token, cotangent, channel), y the same for all live tokens; `inside` is the part of y for c's tokens.
         y = (c.new_empty if live == tokens else c.new_zeros)(live.size, c.shape[1], len(block.value))
         inside, at = y[tokens.start - live.start :][: tokens.size], slice(*tokens)
+        # y_l = P_l c_l: by a matrix per token, or by the two products of the feed-forward.
         if keep and key not in self._token_matrices:
             self._token_matrices[key] = token_matrices(block, Range(0, self.n_tokens))
         if key in self._token_matrices:
@@ -503,6 +506,7 @@ class FoldedBlocks:
             inner = (c @ block.down.T).mul_(block.gain[at, None])
             inside.copy_(c if block.skip is None else c * block.skip[at, None])
             inside.flatten(0, 1).addmm_(inner.flatten(0, 1), block.up.T)
+        # u_l = γ_l ⊙ W_out y_l, (token, cotangent, head · head_channel); then r_l = a_l ⊙ y_l + W_value mix(u)_l.
         u = (c if block.is_parallel else inside) @ block.out.T
         if block.gate is not None:
             u.mul_(block.gate[at, None])
@@ -531,6 +535,8 @@ class FoldedBlocks:
         width = fitting(x.nbytes * (2 + self.n_inner // n_channels), width, x.device)
         for first in range(0, n_tokens, width):
             some, start = x[:, first : first + width], first if is_causal else 0
+            # (sample, position, token, channel): the contribution of each token of the band at each position. It
+            # begins as x_j at the token's own position and zero elsewhere.
             rows = x.new_zeros(n_samples, n_tokens - start, some.shape[1], n_channels)
             rows.diagonal(start - first, dim1=1, dim2=2).copy_(some.mT)
             for place in range(len(self)):
@@ -552,6 +558,7 @@ def token_matrices(block: FoldedBlock, tokens: Range) -> Tensor:
     step = max(1, bytes_on(block.up.device, BYTES_OF_SCALED) // bytes_each)
     found = block.up.new_empty(tokens.size, d, d)
     for gain, part in zip(block.gain[slice(*tokens)].split(step), found.split(step), strict=True):
+        # (token · channel, inner) times (inner, channel)
         torch.mm((block.up * gain[:, None]).flatten(0, 1), block.down, out=part.flatten(0, 1))
     found.diagonal(dim1=1, dim2=2).add_(1 if block.skip is None else block.skip[slice(*tokens)])
     return found.mT
@@ -565,6 +572,8 @@ def _mix(block: FoldedBlock, u: Tensor, tokens: Range, live: Range) -> Tensor:
     mixed = u.new_empty(live.size, u.shape[1], n_kv, u.shape[3])
     step = MIXED_TOGETHER.get(u.device.type, 64)
     for part, into in zip(u.split(step, 1), mixed.split(step, 1), strict=True):
+        # (token, cotangent, head, head_channel) as (head, token, cotangent · head_channel), and mixed over tokens to
+        # (kv_head, query head of it, live token, cotangent, head_channel); query heads of one value head add up.
         side_by_side = part.permute(2, 0, 1, 3).reshape(n_heads, tokens.size, -1)
         by_head = torch.bmm(mix, side_by_side).view(n_kv, n_heads // n_kv, live.size, *part.shape[1:4:2])
         into.copy_((by_head[:, 0] if n_kv == n_heads else by_head.sum(1)).permute(1, 2, 0, 3))

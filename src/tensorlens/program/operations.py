@@ -188,6 +188,8 @@ def _as_strided_back(u: Tensor, flat: Spec, shape: Axes, strides: Axes, offset: 
 def _as_strided_scatter_back(
     u: Tensor, flat: Any, value: Any, shape: Axes, strides: Axes, offset: int
 ) -> tuple[Tensor, ...]:
+    # u is (n,), for the memory after the write: the view's places belong to the new value, all others to what was
+    # there before.
     left = u.clone(memory_format=torch.contiguous_format)
     view = left.as_strided(shape, strides, offset)
     of_value = view.clone()
@@ -214,6 +216,7 @@ def _where_back(u: Tensor, mask: Tensor, a: Any, b: Any) -> tuple[Tensor, ...]:
 def _matmul_back(u: Tensor, a: Any, b: Any) -> Tensor:
     if min(len(a.shape), len(b.shape)) < 2:
         return NotImplemented
+    # y = a b with u of y's shape: u bᵀ for a, aᵀ u for b; `fit` sums over axes that were broadcast.
     return torch.matmul(u, b.mT) if type(a) is Spec else torch.matmul(a.mT, u)
 
 

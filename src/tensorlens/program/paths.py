@@ -212,6 +212,7 @@ class StepReader:
 
     def moved(self, value: Paths, move: Callable[[Tensor], Tensor]) -> Paths:
         """A value after a move, found by moving its row and channel indices."""
+        # Both have the shape after the move, and at each place the row, or channel, that the number came from.
         rows, channels = move(value.numbers(of_channels=False)), move(value.numbers(of_channels=True))
         shape = tuple(rows.shape)
         if 0 in shape:
@@ -236,6 +237,7 @@ class StepReader:
         value = self.expanded(value, np.broadcast_shapes(value.shape, by.shape))
         # With a single token nothing varies by row; a factor with all axes was computed from it and is not a weight.
         of_single = self.n_samples * self.n_tokens == 1 and by.dim() == len(value.shape)
+        # As many axes as the value; of length one where the constant does not vary, which a stride of zero shows.
         by = by.view((1,) * (len(value.shape) - by.dim()) + tuple(by.shape))
         by = by[tuple([slice(1) if stride == 0 else slice(None) for stride in by.stride()])]
         sizes = list(zip(value.shape, by.shape, value.is_channel, strict=True))
@@ -277,6 +279,7 @@ class StepReader:
             raise NotFoldable("attention does not go from all tokens of a sample to all of them")
 
         def matrix() -> Tensor:
+            # (…, out_token, in_token), axes of samples and heads in any order, as (sample, head, out_token, in_token)
             axes = sorted(range(len(lead)), key=lambda axis: of_heads[axis])  # samples first
             found = form().expand(*lead, n_out, n_out).permute(*axes, -2, -1)
             return found.reshape(self.n_samples, -1, n_out, n_out)
@@ -463,6 +466,7 @@ def _wired(program: Program, n: int) -> Wiring:
         raise NotFoldable("it takes more than one hidden state")
     (x,), (y,) = program.inputs, program.outputs
     passed, before, steps, stream = _passed_by_all(program), StepReader(program), iter(program.steps), x
+    # First to the residual stream: the first slot after attention that everything passes through.
     for step in steps:
         before.read(step)
         if before.mixing is not None and step.out in passed:
@@ -471,6 +475,8 @@ def _wired(program: Program, n: int) -> Wiring:
     else:
         raise NotFoldable("there is no attention in it")
     at_stream = before.found[stream]
+    # If matrices were applied to the input itself by then, the feed-forward is beside attention: there is no stream in
+    # between to start from, and reading continues from the input.
     is_parallel = any(path.source == x and path.has_weights for path in at_stream.paths)
     after = before if is_parallel else StepReader(program, {stream: at_stream.from_here(stream)})
     for step in steps:
@@ -505,7 +511,7 @@ def _passed_by_all(program: Program) -> set[int]:
     last[program.outputs[0]] = len(program.steps)
     latest, found = last.get(program.inputs[0], -1), set[int]()
     for place, step in enumerate(program.steps):
-        if latest <= place:  # no earlier slot is read again
+        if latest <= place:  # no earlier slot is read by a later step, so the rest comes from this one's result
             found.add(step.out)
         latest = max(latest, last[step.out])
     return found

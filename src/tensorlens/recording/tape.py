@@ -365,7 +365,7 @@ class Tape:
         needed |= {mixture.slot for mixture in self.mixtures}
         needed |= {slot for meeting in self.meetings for slot in (meeting.query, meeting.key, meeting.end)}
         kept, places, held = list[Step](), list[int](), set[int]()
-        for place in reversed(range(since, len(self.steps))):
+        for place in reversed(range(since, len(self.steps))):  # backwards: a step is needed if a kept one reads it
             step = self.steps[place]
             if step.out in needed:
                 needed.update(step.slots)
@@ -491,6 +491,7 @@ def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ..
     kwargs = kwargs or {}
     if run is None:
         return elsewhere(function, args, kwargs)
+    # From the cheapest answer to the rarest: this runs for every function of a pass.
     name, describes, is_kernel = KNOWN.get(function) or known(function)
     if describes:
         return raw(function, *args, **kwargs)

@@ -99,7 +99,7 @@ class Writes:
         raw(Tensor.copy_, target, new)
         if content is None:
             self._set(address, slot.index, geometry, target)
-        else:
+        else:  # the whole memory (n,), with the new numbers scattered to the view's places
             n = _length(target)
             whole = spec_of(target)._replace(shape=(n,))
             flat = tape.emit("as_strided_scatter", whole, content, slot, *geometry)
@@ -224,6 +224,7 @@ class Writes:
         if order is None or cell.geometry.offset or math.prod(shape) != n:
             raise tape.refusal("a write into a part of memory that no tensor shows whole")
         spec = spec_of(x)
+        # First the slot's axes from slowest to fastest in memory, then all of them as one, (n,).
         if order != list(range(len(shape))):
             turned = tuple([shape[axis] for axis in order])
             slot = tape.emit("permute", spec._replace(shape=turned), slot, tuple(order))
@@ -317,7 +318,7 @@ def _covers(x: Tensor, geometry: Geometry) -> bool:
 
 def _overlaps(geometry: Geometry) -> bool:
     """Whether numbers of a tensor may lie in the same place."""
-    extent = 1
+    extent = 1  # how many places the faster axes span: the next axis has to step over all of them
     for stride, n in sorted(zip(geometry.strides, geometry.shape, strict=True)):
         if n > 1 and stride < extent:
             return True
