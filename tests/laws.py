@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.program.nodes import Constants
+from tensorlens.program.program import Constants
 
 TOLERANCE = 1e-10
 TOLERANCE_FLOAT32_INSIDE = 1e-6

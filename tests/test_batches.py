@@ -15,7 +15,7 @@ from torch import nn
 import tensorlens as tl
 from tensorlens import batches
 from tensorlens.batches import Batch
-from tensorlens.models.precision import tf32
+from tensorlens.models.runner import tf32
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program import folding
 from tensorlens.recording.recording import Recording

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tensorlens as tl
-from tensorlens.models import precision
+from tensorlens import tolerances
 
 SOURCE = Path(tl.__file__).parent
 ON_THE_CPU = {
-    "models/precision.py",  # the one place that asks the device
+    "tolerances.py",  # the one place that asks the device
     "maps/token_map.py",  # scores of a finished map
     "pairs/pair_map.py",  # the same
     "pairs/similarity.py",  # after `.cpu()`
@@ -41,7 +41,7 @@ def test_only_one_place_widens_numbers_on_a_device():
 @pytest.fixture
 def nowhere_wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every device is one that does not know float64."""
-    monkeypatch.setattr(precision, "_knows_float64", lambda device: False)
+    monkeypatch.setattr(tolerances, "_knows_float64", lambda device: False)
     yield
 
 
@@ -58,7 +58,7 @@ QUESTIONS: dict[str, Callable[[tl.AttentionTensor], Any]] = {
 def test_the_same_numbers_where_sums_leave_the_device(name: str, nowhere_wide: None):
     T = tl.Lens(zoo.build("llama", dtype=torch.float32))(zoo.sample("llama"))
     there = QUESTIONS[name](T)
-    precision_there = precision.in_float64(T.output)
+    precision_there = tolerances.in_float64(T.output)
     assert precision_there.dtype is torch.float64 and precision_there.device.type == "cpu"
     torch.testing.assert_close(torch.as_tensor(there), torch.as_tensor(QUESTIONS[name](T)))
 

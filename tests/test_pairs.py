@@ -265,7 +265,7 @@ def test_passages_that_padding_changes_go_by_length() -> None:
 def test_a_long_input_is_taken_block_by_block(query: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(build("bert"))
     kept = tl.similarity(lens, query, query)
-    monkeypatch.setattr("tensorlens.recording.block_calls.SHARE_OF_RECORDING", 0.0)
+    monkeypatch.setattr("tensorlens.recording.calls.SHARE_OF_RECORDING", 0.0)
     assert compared(lens, query).first.recording.is_streamed
     assert (tl.similarity(lens, query, query).scores - kept.scores).abs().max() < 1e-12
 

@@ -19,7 +19,7 @@ from bench.families.tiny_models import TinyModel, build
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.program.nodes import leaves
+from tensorlens.program.steps import leaves
 
 IDS = [5, 9, 33, 12, 7]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.families.tiny_models import TASKS, TinyModel, build, model_types
 from tensorlens.errors import LoadError, TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.program.nodes import Constants
+from tensorlens.program.program import Constants
 from tensorlens.tensor import AttentionTensor
 
 ATTENTIONS = ("eager", "sdpa")

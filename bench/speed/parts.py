@@ -16,7 +16,7 @@ import tensorlens as tl
 from bench.speed.models import body_function, build, device, half, lens_of_numbers, token_ids
 from bench.speed.paper_way import WAYS, patched
 from bench.speed.timing import Timing, clear, timed
-from tensorlens.models.precision import matmul_mode
+from tensorlens.models.runner import matmul_mode
 from tensorlens.operators.spectrum import frobenius_norms, sketched_norms
 from tensorlens.recording.live import Followed
 from tensorlens.studies import perturbation

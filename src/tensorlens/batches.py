@@ -34,10 +34,8 @@ from tensorlens.maps.methods import (
 from tensorlens.maps.targets import METHOD, OUT_TOKEN, Context, Target, has_one_row
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.memory import SHARE_OF_BATCH, clear_memory, free_bytes, is_out_of_memory
-from tensorlens.models.forward_signature import vocabulary_size
-from tensorlens.models.inputs import ModelInput
-from tensorlens.models.modes import own_modes, stepwise
-from tensorlens.models.precision import in_float64, relative, tf32_allowed
+from tensorlens.models.inputs import ModelInput, vocabulary_size
+from tensorlens.models.runner import own_modes, stepwise, tf32_allowed
 from tensorlens.models.samples import Collated, has_sample_axis, length_of, row_error
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.progress import bar, check_cancelled
@@ -45,7 +43,7 @@ from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording, Span
 from tensorlens.specimen import Specimen
 from tensorlens.tensor import AttentionTensor
-from tensorlens.tolerances import repeated
+from tensorlens.tolerances import in_float64, relative, repeated
 from tensorlens.views.printing import Printed
 
 Together = Literal["padded", "by length", "one by one"]

@@ -22,12 +22,12 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.precision import in_float64, relative
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.nodes import Step
 from tensorlens.program.program import Program
+from tensorlens.program.steps import Step
 from tensorlens.records import Index, Record
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64, relative
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table
 

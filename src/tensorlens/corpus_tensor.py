@@ -30,8 +30,7 @@ from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
 from tensorlens.maps.targets import Classes, Said
 from tensorlens.models.layouts import state_of
-from tensorlens.models.modes import own_modes
-from tensorlens.models.runner import run
+from tensorlens.models.runner import own_modes, run
 from tensorlens.models.samples import check_several
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import of_each

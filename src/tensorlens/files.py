@@ -1,7 +1,8 @@
 """How files are written: whole or not at all (`write_whole`), and as JSON that every reader takes.
 
 Three things are written differently: a run appends its sample lines and puts its config in place by a link, which only
-one of several processes can make (`studies/runs`); converted weights are a folder that is renamed (`models/cache`).
+one of several processes can make (`studies/runs`); converted weights (`models/conversions`) are a folder that is
+renamed.
 
 Python's own JSON writer writes ``NaN`` and ``Infinity``, which are not JSON and which most readers refuse;
 here a number that is not finite becomes null.

@@ -18,8 +18,7 @@ from tensorlens.explanation import Explanation, sink_apart
 from tensorlens.maps.targets import METHOD, OUT_TOKEN, Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.modes import own_modes
-from tensorlens.models.runner import refuse_traced
+from tensorlens.models.runner import own_modes, refuse_traced
 from tensorlens.models.samples import batch_size, check_several, split_batch
 from tensorlens.models.texts import known_processor
 from tensorlens.recommendations import Recommendation, recommended

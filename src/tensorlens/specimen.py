@@ -16,8 +16,7 @@ from tensorlens.maps.targets import Classes, Context
 from tensorlens.models.anatomy import Anatomies, Anatomy, find_anatomy
 from tensorlens.models.around import said_of
 from tensorlens.models.evidence import Evidence
-from tensorlens.models.forward_signature import check_arguments, constant_arguments, is_causal, token_ids
-from tensorlens.models.inputs import ModelInput, make_input
+from tensorlens.models.inputs import ModelInput, check_arguments, constant_arguments, is_causal, make_input, token_ids
 from tensorlens.models.pictures import data_uri
 from tensorlens.models.samples import make_inputs
 from tensorlens.models.texts import tokenizer_of

@@ -49,10 +49,10 @@ from tensorlens.recommendations import Recommendation as Recommendation
 from tensorlens.recommendations import recommended as recommended
 from tensorlens.recording.conventions import Rules as Rules
 from tensorlens.recording.live import value_of as value_of
-from tensorlens.recording.rules.activations import activate as activate
-from tensorlens.recording.rules.activations import quotient as quotient
 from tensorlens.recording.rules.modules import adapter as adapter
 from tensorlens.recording.rules.modules import kernel as kernel
+from tensorlens.recording.rules.nonlinear import activate as activate
+from tensorlens.recording.rules.nonlinear import quotient as quotient
 from tensorlens.recording.table import rules_for as rules_for
 from tensorlens.tensor import AttentionTensor as AttentionTensor
 from tensorlens.tensor import Prediction as Prediction

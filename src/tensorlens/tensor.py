@@ -33,8 +33,7 @@ from tensorlens.maps.targets import (
 )
 from tensorlens.maps.tensor_maps import check_split, with_positions
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.modes import garbage_kept, modes_left, own_modes
-from tensorlens.models.precision import Precision
+from tensorlens.models.runner import Precision, garbage_kept, modes_left, own_modes
 from tensorlens.operators.certificate import Certificate, certify
 from tensorlens.operators.operator import FrozenOperator, Pulled, TensorOperator, check_token
 from tensorlens.operators.plain import plain_logits

@@ -26,12 +26,11 @@ from tensorlens.files import reading, write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import Choice, Meeting, Mixture
-from tensorlens.program.nodes import Constants, Held, Slot, Spec, Step, words
-from tensorlens.program.operations import OPERATIONS
-from tensorlens.program.program import Program
+from tensorlens.program.program import Constants, Program
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Spec, Step, words
 from tensorlens.program.verify import verify
+from tensorlens.recording.calls import ModuleOutput, ModulePlaces
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.module_paths import ModuleOutput, ModulePlaces
 from tensorlens.recording.recording import Head, Recording, Span
 
 FORMAT = "tensorlens.attention_tensor/2"

@@ -1,4 +1,6 @@
-"""The one table of tolerances: which error is accepted where, and why. All are relative unless stated otherwise.
+"""The one table of tolerances: which error is accepted where, and why, and how it is measured.
+
+All are relative unless stated otherwise.
 
 | question | entry |
 |---|---|
@@ -15,7 +17,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+from torch import Tensor
 
 CERTIFICATE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Two ways to compute one result may differ by this much: in a deep model about 10³ rounding errors add up."""
@@ -56,3 +61,26 @@ def repeated(dtype: torch.dtype, *, in_tf32: bool = False) -> float:
     """
     accepted = max(1e-6, 100 * torch.finfo(dtype).eps ** 0.75)
     return max(accepted, CERTIFICATE[torch.float16]) if in_tf32 else min(0.1, accepted)
+
+
+# How an error is measured ---------------------------------------------------------------------------------------------
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Cast to float64, for sums that must not be rounded; on the CPU if the device does not have that type."""
+    return x.double() if x.dtype is torch.float64 or _knows_float64(x.device) else x.cpu().double()
+
+
+def relative(difference: Tensor, scale: Tensor) -> float:
+    """The norm of a difference, relative to that of what it is taken from."""
+    return float(in_float64(difference).norm() / in_float64(scale).norm().clamp_min(TINY))
+
+
+@cache
+def _knows_float64(device: torch.device) -> bool:
+    """Whether a device has float64: Apple's GPUs do not, nor do some of Intel's."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):
+        return False
+    return True

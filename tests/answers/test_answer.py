@@ -11,7 +11,7 @@ from tiny_language import tiny_lens, tokenizer
 import tensorlens as tl
 from tensorlens.answers.prompts import decoded
 from tensorlens.errors import InputError, MethodError
-from tensorlens.recording import block_calls
+from tensorlens.recording import calls
 
 PROMPT = "The cat sat. It was dark! Who sat there?"
 GIVEN = " A cat did. So it goes."
@@ -170,7 +170,7 @@ def test_through_follows_every_hop(answer):
 
 def test_long_inputs_keep_no_constants_and_are_pushed_and_pulled_alike(monkeypatch):
     kept = lens_of("llama").answer(PROMPT, GIVEN)
-    monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0)
+    monkeypatch.setattr(calls, "SHARE_OF_RECORDING", 0.0)
     found = lens_of("llama").answer(PROMPT, GIVEN)
     assert found.tensor.operator.recording.is_streamed and not kept.tensor.operator.recording.is_streamed
     expected = kept.map("sentences", "tokens", engine="pulls", set_aside=())

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.program.nodes import Held, Slot, mapped
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.steps import OPERATIONS, Held, Slot, mapped
 from tensorlens.recording.recording import Span
 
 

@@ -16,8 +16,7 @@ from tensorlens.corpus_tensor import at_depths
 from tensorlens.inside.target import Pass
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.nodes import Spec
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.steps import OPERATIONS, Spec
 
 OUT, TARGET = 4, 5
 MEMBERS = {name: getattr(tl.Rules, name)() for name in ("paper", "half_gate", "attn_lrp", "jacobian")}

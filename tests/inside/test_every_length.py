@@ -13,7 +13,7 @@ import zoo
 import tensorlens as tl
 from tensorlens.inside.components import ComponentMap, find_components
 from tensorlens.inside.target import Pass
-from tensorlens.recording import block_calls
+from tensorlens.recording import calls
 
 OUT, TARGET = 4, 5
 CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
@@ -24,7 +24,7 @@ MEMBERS = {"paper": tl.Rules.paper(), "attn_lrp": tl.Rules.attn_lrp()}
 def tensors(monkeypatch: pytest.MonkeyPatch, lens: tl.Lens, ids: Any = None) -> tuple[tl.AttentionTensor, Any]:
     """The same input with everything kept, and with every block let go."""
     kept = lens(CLEAN if ids is None else ids)
-    monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0)
+    monkeypatch.setattr(calls, "SHARE_OF_RECORDING", 0.0)
     long = lens(CLEAN if ids is None else ids)
     assert long.operator.recording.is_streamed and not kept.operator.recording.is_streamed
     return kept, long
@@ -67,7 +67,7 @@ def test_patching_and_the_whole_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(row, theirs.reads[head], rtol=1e-10, atol=1e-12)
     assert len(theirs.whys) == 2
     found = tl.patching(lens, CLEAN, CORRUPTED, target=TARGET, verify=True, progress=False)
-    monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.3)
+    monkeypatch.setattr(calls, "SHARE_OF_RECORDING", 0.3)
     whole = tl.patching(lens, CLEAN, CORRUPTED, target=TARGET, verify=True, progress=False)
     torch.testing.assert_close(found.predicted, whole.predicted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.true, whole.true, rtol=1e-10, atol=1e-12)
@@ -94,9 +94,9 @@ def test_one_block_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_block_is_recorded_again_once(effect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, long = tensors(monkeypatch, tl.Lens(zoo.build("llama", "sdpa")))
     n_times: Counter[int] = Counter()
-    record = block_calls.BlockCall.record
+    record = calls.BlockCall.record
     monkeypatch.setattr(
-        block_calls.BlockCall, "record", lambda call, x, rules: (n_times.update([call.n]), record(call, x, rules))[1]
+        calls.BlockCall, "record", lambda call, x, rules: (n_times.update([call.n]), record(call, x, rules))[1]
     )
     long.components(OUT, TARGET, effect)
     # The walk goes from the last block to the first; direct effects find their cotangent at the last one alone.

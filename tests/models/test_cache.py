@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tensorlens.errors import LoadError
-from tensorlens.models import cache
+from tensorlens.models import conversions as cache
 from tensorlens.models.foreign_files import foreign_reader
 
 
@@ -69,7 +69,7 @@ def test_two_processes_make_one_copy(folder: Path, tmp_path: Path):
         f"""
         import time
         from pathlib import Path
-        from tensorlens.models.cache import convert_once
+        from tensorlens.models.conversions import convert_once
 
         def make(target):
             with Path({str(log)!r}).open("a") as stream:

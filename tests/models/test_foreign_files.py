@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tensorlens.errors import LoadError
 from tensorlens.models import conversions, foreign_files
 from tensorlens.models.bundled import BUNDLED, Installed
-from tensorlens.models.gguf import convert_gguf, read_once
+from tensorlens.models.conversions import convert_gguf, read_once
 from tensorlens.models.loading import load_pretrained
 from tensorlens.models.resolving import bundled_folder
 

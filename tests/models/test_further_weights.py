@@ -13,8 +13,7 @@ import transformers
 
 import tensorlens as tl
 from tensorlens.models.bundled import BUNDLED, Bundled, Installed, Recipe, is_installed
-from tensorlens.models.conversions import one_file, read_weights
-from tensorlens.models.gguf import NOMIC_BERT, convert_gguf
+from tensorlens.models.conversions import NOMIC_BERT, convert_gguf, one_file, read_weights
 from tensorlens.models.loading import load_pretrained
 from tensorlens.models.resolving import bundled_folder
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tensorlens.models.precision import matmul_precision, tf32, tf32_allowed
+from tensorlens.models.runner import matmul_precision, tf32, tf32_allowed
 
 MATMUL = torch.backends.cuda.matmul
 USERS: dict[str, Callable[[], None]] = {

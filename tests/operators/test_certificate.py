@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tensorlens as tl
 from tensorlens.operators import operator as operators
 from tensorlens.program.program import Program
-from tensorlens.recording import block_calls
+from tensorlens.recording import calls
 
 
 def tensor(name: str, **options: Any) -> tl.AttentionTensor:
@@ -221,7 +221,7 @@ def test_how_much_is_carried_is_reported() -> None:
 def test_half_precision_is_judged_in_float32(
     name: str, attention: str, is_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0 if is_long else 0.3)
+    monkeypatch.setattr(calls, "SHARE_OF_RECORDING", 0.0 if is_long else 0.3)
     model = zoo.build(name, attention, dtype=torch.bfloat16)
     T = tl.Lens(model)(zoo.sample(name))
     assert T.operator.recording.is_streamed == is_long

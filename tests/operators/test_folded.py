@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tensorlens as tl
 from tensorlens.axes import Range
 from tensorlens.memory import Portions, in_parts
-from tensorlens.models.precision import compute_type
+from tensorlens.models.runner import compute_type
 from tensorlens.operators import operator as operators
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.spectrum import (

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import tensorlens as tl
 from tensorlens.operators.operator import FrozenOperator
-from tensorlens.program.nodes import Held, Step, leaves, mapped
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.steps import OPERATIONS, Held, Step, leaves, mapped
 from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording
 from tensorlens.recording.tape import Kernels

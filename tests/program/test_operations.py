@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import Constants, Held, Slot, Spec, Step, mapped
-from tensorlens.program.operations import OPERATIONS, fit
-from tensorlens.program.program import Program
+from tensorlens.program.program import Constants, Program
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Spec, Step, fit, mapped
 from tensorlens.program.verify import verify
 
 

@@ -119,7 +119,7 @@ def test_saved_batched_and_streamed_as_alone(tmp_path, monkeypatch):
     again = tl.AttentionTensor.load(path)
     assert again.operator.recording.rules == tl.Rules(sink=1)
     assert again.map("tensor.in_class", -1).meta["sink_gives"] == alone[0].meta["sink_gives"]
-    monkeypatch.setattr("tensorlens.recording.block_calls.SHARE_OF_RECORDING", 0.0)
+    monkeypatch.setattr("tensorlens.recording.calls.SHARE_OF_RECORDING", 0.0)
     streamed = lens(inputs[0])
     assert streamed.operator.recording.is_streamed
     assert streamed.map("tensor.in_class", -1).meta["sink_gives"] == pytest.approx(alone[0].meta["sink_gives"])

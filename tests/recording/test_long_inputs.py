@@ -7,8 +7,8 @@ import torch
 import zoo
 
 import tensorlens as tl
-from tensorlens.recording import block_calls
-from tensorlens.recording.block_calls import BlockCall
+from tensorlens.recording import calls
+from tensorlens.recording.calls import BlockCall
 from tensorlens.recording.recording import Span
 
 Patch = pytest.MonkeyPatch
@@ -17,7 +17,7 @@ Patch = pytest.MonkeyPatch
 def long(name: str, monkeypatch: Patch, attention: str = "sdpa", **options: object) -> tl.AttentionTensor:
     """The tensor of an input for whose blocks there is no room."""
     with monkeypatch.context() as patch:
-        patch.setattr(block_calls, "SHARE_OF_RECORDING", 0.0)
+        patch.setattr(calls, "SHARE_OF_RECORDING", 0.0)
         T = tl.Lens(zoo.build(name, attention, **options))(zoo.sample(name))
     assert T.operator.recording.is_streamed
     return T

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tensorlens as tl
-from tensorlens.recording import calculus
+from tensorlens.recording.rules import products
 
 MEMBERS = {
     "attn_lrp": tl.Rules.attn_lrp(),
@@ -255,5 +255,5 @@ def test_what_is_not_a_temperature_is_refused(wrong):
 def test_a_wrong_weight_is_noticed(tiny, monkeypatch):
     """Any weights have the right value at X, so that only the definition of the member can tell."""
     expected = by_hand(tiny)
-    monkeypatch.setitem(calculus.WEIGHTS, "half", (0.5, 0.4))
+    monkeypatch.setitem(products.WEIGHTS, "half", (0.5, 0.4))
     assert laws.relative(in_class(tiny, tl.Rules.attn_lrp()) - expected, expected) > 1e-3

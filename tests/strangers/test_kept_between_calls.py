@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import tensorlens as tl
-from tensorlens.models.modes import evaluating
+from tensorlens.models.runner import evaluating
 
 
 class MemoryOfOutputs(Plain):

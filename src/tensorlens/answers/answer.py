@@ -26,9 +26,8 @@ from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta, with_beside
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.forward_signature import token_ids
-from tensorlens.models.inputs import ModelInput
-from tensorlens.models.modes import own_modes
+from tensorlens.models.inputs import ModelInput, token_ids
+from tensorlens.models.runner import own_modes
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.plain import plain_logits
 from tensorlens.recommendations import recommended

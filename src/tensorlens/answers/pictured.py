@@ -16,8 +16,7 @@ from torch import Tensor
 from tensorlens.answers.prompts import Offsets, Prompt, decoded, read_prompt, turns
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Group, find_regions
-from tensorlens.models.forward_signature import forward_parameters
-from tensorlens.models.inputs import ModelInput
+from tensorlens.models.inputs import ModelInput, forward_parameters
 from tensorlens.models.pictures import Looking, find_pictures, is_picture, open_picture
 from tensorlens.models.texts import tokenizer_of
 from tensorlens.specimen import Specimen

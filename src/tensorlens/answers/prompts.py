@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.maps.groups import Passage
-from tensorlens.models.forward_signature import max_tokens, token_ids
+from tensorlens.models.inputs import max_tokens, token_ids
 from tensorlens.models.pictures import Picture
 from tensorlens.models.runner import running
 from tensorlens.models.texts import Offsets, check_unicode, decoded_places, tokenised, tokenizer_of

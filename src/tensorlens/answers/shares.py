@@ -19,9 +19,9 @@ from tensorlens.errors import MethodError, check_choice
 from tensorlens.maps.groups import Group, group_sums
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS
 from tensorlens.memory import in_parts
-from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Recording
+from tensorlens.tolerances import in_float64
 
 Engine = Literal["pulls", "pushes"]
 

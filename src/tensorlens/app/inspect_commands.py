@@ -165,7 +165,7 @@ def default_input(lens: Lens) -> Any:
     """An input that any model of this kind can take."""
     import torch
 
-    from tensorlens.models.forward_signature import forward_parameters
+    from tensorlens.models.inputs import forward_parameters
     from tensorlens.models.texts import tokenizer_of
 
     if tokenizer_of(lens.processor) is not None:

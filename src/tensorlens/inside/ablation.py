@@ -24,9 +24,9 @@ from tensorlens.inside.seats import Edit, edited_logits, readout_of_model
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import Said
-from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.records import Record
+from tensorlens.tolerances import in_float64
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table

@@ -36,7 +36,7 @@ from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.inside.wiring import TARGET, InputPair, scored_pair
 from tensorlens.maps.targets import OUT_TOKEN, Target
-from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import own_modes
 from tensorlens.progress import bar, check_cancelled
 from tensorlens.views.labels import visible
 from tensorlens.views.page import curve_svg, inside_page

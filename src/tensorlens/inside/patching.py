@@ -31,13 +31,13 @@ from tensorlens.inside.seats import Edit, check_lengths, edited_logits, seat_of,
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.targets import OUT_TOKEN, Target
-from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import in_float64
+from tensorlens.models.runner import own_modes
 from tensorlens.operators.attention_matrices import FusedAttention, fused_attention, mixing
-from tensorlens.program.composite import rows_of_attention
+from tensorlens.program.steps import rows_of_attention
 from tensorlens.progress import bar
 from tensorlens.recording.recording import Recording
 from tensorlens.records import Record, as_array
+from tensorlens.tolerances import in_float64
 from tensorlens.views.labels import visible
 from tensorlens.views.printing import heading, table
 from tensorlens.views.table import Table

@@ -21,7 +21,7 @@ from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.targets import MAX_NODES, METHOD_OF_CLASSES, OUT_TOKEN, SHARE, Context, Feature, Target
 from tensorlens.maps.tensor_maps import BY_COMPLETENESS, not_carried
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import own_modes
 from tensorlens.operators.operator import FrozenOperator
 
 

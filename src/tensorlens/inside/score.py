@@ -37,8 +37,8 @@ from tensorlens.memory import fitting
 from tensorlens.operators.attention_matrices import fused_attention
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
-from tensorlens.program.nodes import Held
 from tensorlens.program.program import Cotangents, Program, SideChannelError, of_each
+from tensorlens.program.steps import Held
 from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]

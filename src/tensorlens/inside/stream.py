@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tensorlens.program.marks import Choice, Mixture
-from tensorlens.program.nodes import Slot, Step, words
 from tensorlens.program.program import Program
+from tensorlens.program.steps import Slot, Step, words
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording
 from tensorlens.records import Index

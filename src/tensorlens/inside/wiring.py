@@ -31,12 +31,11 @@ from tensorlens.inside.target import Pass
 from tensorlens.maps.targets import Weights
 from tensorlens.memory import fitting
 from tensorlens.models.layouts import replace_state, state_of
-from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import AtModule
 from tensorlens.program.marks import MOVES
 from tensorlens.progress import check_cancelled
 from tensorlens.recording.conventions import Rules
-from tensorlens.tolerances import repeated
+from tensorlens.tolerances import in_float64, repeated
 
 STRAIGHT = frozenset([*MOVES, "linear", "matmul", "add", "cast"])
 """Operations between a head's mixture and its write that are linear in the model too, not only in T."""

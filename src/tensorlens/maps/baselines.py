@@ -35,15 +35,15 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.maps.methods import Question, Scored, method, unknown_bias
 from tensorlens.memory import BYTES_OF_VECTORS, bytes_on
-from tensorlens.models.precision import in_float64
 from tensorlens.operators.attention_matrices import Mixing, mixing
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.folding import dense
-from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import Chain, Path, Wiring, before_weight, has_norm, wiring
+from tensorlens.program.steps import at_least_float32
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording, Span
+from tensorlens.tolerances import in_float64
 
 HAS_RESIDUAL = {"attn": False, "w_attn": False, "w_attn_res_ln": True, "glob_enc": True, "alti": True}
 """Measures without the residual: rollout adds the identity to these only."""

@@ -19,10 +19,9 @@ from torch import Tensor
 from tensorlens.errors import InputError, MethodError, check_choice, check_whole
 from tensorlens.maps.targets import METHOD_OF_CLASSES, Classes, Target, no_head, own_prediction
 from tensorlens.memory import on_its_way, sent
-from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.recording.recording import Recording
-from tensorlens.tolerances import MAP_NOISE
+from tensorlens.tolerances import MAP_NOISE, in_float64
 
 NormKind = Literal["frobenius", "spectral"]
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.maps.methods import METHODS, Question, Scored, Weighed, method
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.precision import in_float64
 from tensorlens.models.runner import run
 from tensorlens.operators.spectrum import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
 from tensorlens.recording.recording import Recording, Span
-from tensorlens.tolerances import TINY, repeated
+from tensorlens.tolerances import TINY, in_float64, repeated
 
 BY_COMPLETENESS = "by completeness"
 """The note of a map whose bias share was inferred from completeness instead of measured."""

@@ -18,7 +18,7 @@ from torch import nn
 from tensorlens.errors import AnatomyError
 from tensorlens.models.chains import Chain, leaving
 from tensorlens.models.evidence import Evidence, ModuleCall, Seen
-from tensorlens.models.module_calls import has_hooks
+from tensorlens.models.runner import has_hooks
 
 # Behind ---------------------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tensorlens.models.evidence import Evidence, ModuleCall
-from tensorlens.models.stacks import CONTAINERS
+from tensorlens.models.evidence import CONTAINERS, Evidence, ModuleCall
 
 PASSIVE = (*CONTAINERS, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ParameterList)
 """Modules that may be in a linear layer besides its weights."""

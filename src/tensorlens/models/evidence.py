@@ -17,10 +17,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.models.layouts import is_state, main_tensor
-from tensorlens.models.module_calls import Call
-from tensorlens.models.runner import own_errors, refuse_without_values, running
-from tensorlens.models.stacks import CONTAINERS
+from tensorlens.models.runner import Call, own_errors, refuse_without_values, running
 from tensorlens.trees import map_tensors, tensors_in
+
+BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
+"""Lists whose order is that of their blocks: only such a list can be named, or guessed, as the list of blocks."""
+CONTAINERS = (*BLOCK_LISTS, nn.ModuleDict)
+"""Containers of modules. A pass shows the order in which a dictionary of modules is called."""
 
 MOVES = frozenset({"clone", "_to_copy", "index", "index_select", "gather", "alias", "detach", "constant_pad_nd"})
 """Operations whose output holds values of their first input in new memory. Views share storage and need no entry."""

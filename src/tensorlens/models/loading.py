@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
-from tensorlens.models.cache import cache_folder
+from tensorlens.models.conversions import cache_folder
 from tensorlens.models.foreign_files import (
     check_complete,
     check_config_file,
@@ -24,7 +24,7 @@ from tensorlens.models.foreign_files import (
     check_zip,
     foreign_reader,
 )
-from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.resolving import local_folder, weight_files
 
 if TYPE_CHECKING:

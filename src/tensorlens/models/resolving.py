@@ -11,10 +11,16 @@ from pathlib import Path
 
 from tensorlens.errors import LoadError
 from tensorlens.models.bundled import BUNDLED, Installed, find_installed, near_names
-from tensorlens.models.cache import cache_key, convert_once
-from tensorlens.models.conversions import convert_onnx, convert_torch_folder, unpack_folder
+from tensorlens.models.conversions import (
+    cache_key,
+    check_magic,
+    convert_gguf,
+    convert_once,
+    convert_onnx,
+    convert_torch_folder,
+    unpack_folder,
+)
 from tensorlens.models.foreign_files import foreign_reader
-from tensorlens.models.gguf import check_magic, convert_gguf
 
 PATIENCE_SECONDS = 5.0
 """How long to wait for the hub to answer."""

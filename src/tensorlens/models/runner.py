@@ -1,31 +1,39 @@
 """The only place that runs the user's model: it reads, replaces or stops at states, and leaves the model as it was.
 
 `running` is the context in which the model, or one of its blocks, may be called: by the search for
-its parts, by a recording, by generation. `run` is such a call that knows where the parts are.
+its parts, by a recording, by generation. `run` is such a call that knows where the parts are. In that context modules
+report their calls, and the model has modes and a precision of its own; the caller's are restored afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+import gc
+import operator
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
+from torch.nn.modules import module as module_hooks
 
-from tensorlens.errors import InputError, TensorLensError
+from tensorlens.errors import InputError, TensorLensError, check_choice
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.layouts import find_state, put_state, replace_state, state_of
-from tensorlens.models.modes import eagerly, evaluating, garbage_kept, in_own_precision
-from tensorlens.models.module_calls import Call, Observer, module_tree, observing
-from tensorlens.models.precision import turn
 from tensorlens.progress import check_cancelled
 
 if TYPE_CHECKING:
     from tensorlens.models.anatomy import Anatomy
+
 
 AtBlock = Callable[[int, Tensor], Tensor | None]
 """Called with the number of a block and a state in the model's own layout; may return another state."""
@@ -279,3 +287,381 @@ def refuse_without_values(model: nn.Module) -> None:
                 f"`{name}` of `{type(model).__name__}` is on the meta device, where tensors have no values. Expected a "
                 "model with its weights; load them first, or use `to_empty` and fill them in."
             )
+
+
+# Calls of modules -----------------------------------------------------------------------------------------------------
+#
+# `nn.Module.__call__` runs `_compiled_call_impl` of a module, where it has one. So a module reports its calls by having
+# one while it is observed; calls of other threads are not affected. The class is not patched, which would make
+# Python forget what it knows of every class of modules.
+
+Call = Callable[..., Any]
+"""Calls a module: takes it and the arguments."""
+
+Observer = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Called with a module, a function that calls it, and the arguments; returns the result of the call."""
+
+
+class _Thread(threading.local):
+    """The observers of a thread."""
+
+    observer: Observer | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_reporting: dict[int, tuple[int, Call | None]] = {}
+"""Modules that report: the number of observers, and the attribute as it was before."""
+
+
+@contextmanager
+def observing(observer: Observer, modules: Sequence[nn.Module], methods_of: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """Send the calls of some modules in this thread to an observer.
+
+    Args:
+        observer: Receives them.
+        modules: The modules, each once.
+        methods_of: Modules whose methods count as calls too, for code that does not call the modules themselves.
+    """
+    before = _thread.observer
+    placed = [(module, name) for module in methods_of for name in own_methods(module) if name not in module.__dict__]
+    _begin_reporting(modules)
+    _thread.observer = observer
+    try:
+        for module, name in placed:
+            module.__dict__[name] = _observed_method(module, getattr(module, name))
+        yield
+    finally:
+        for module, name in placed:
+            module.__dict__.pop(name, None)
+        _thread.observer = before
+        _end_reporting(modules)
+
+
+def _begin_reporting(modules: Sequence[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            n_looking, own = _reporting.get(id(module), (0, module.__dict__.get("_compiled_call_impl")))
+            _reporting[id(module)] = n_looking + 1, own
+            if n_looking == 0:
+                call = type(module)._call_impl if own is None else functools.partial(_call_own, own)
+                module.__dict__["_compiled_call_impl"] = functools.partial(_report, module, call)
+
+
+def _end_reporting(modules: Sequence[nn.Module]) -> None:
+    with _lock:
+        for module in modules:
+            n_looking, own = _reporting.pop(id(module))
+            if n_looking > 1:
+                _reporting[id(module)] = n_looking - 1, own
+            elif own is None:
+                del module.__dict__["_compiled_call_impl"]
+            else:
+                module.__dict__["_compiled_call_impl"] = own
+
+
+def _report(module: nn.Module, call: Call, /, *args: Any, **kwargs: Any) -> Any:
+    observer = _thread.observer
+    return call(module, *args, **kwargs) if observer is None else observer(module, call, args, kwargs)
+
+
+def _call_own(own: Call, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs)
+
+
+def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
+    """The modules of a model by path, as in `named_modules`, each once; cached, because every pass needs them."""
+    found, met, waiting = dict[str, nn.Module](), set[int](), [(path, model)]
+    while waiting:
+        path, module = waiting.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
+        found[path] = module
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((f"{path}.{name}" if path else name, child))
+    return found
+
+
+def own_methods(module: nn.Module) -> list[str]:
+    """Methods that may run a module: those of its own classes."""
+    kinds = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module]
+    methods = {name: value for kind in reversed(kinds) for name, value in vars(kind).items()}
+    return [name for name, value in methods.items() if callable(value) and not name.startswith("_")]
+
+
+def _observed_method(module: nn.Module, method: Call) -> Call:
+    def call(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    def report(*args: Any, **kwargs: Any) -> Any:
+        observer = _thread.observer
+        given = (*args, *kwargs.values())
+        takes_state = any(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 for x in given)
+        return method(*args, **kwargs) if observer is None or not takes_state else observer(module, call, args, kwargs)
+
+    return report
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Call) -> Iterator[None]:
+    """A replacement forward for calls of this thread; the module's hooks stay around it."""
+    own, first, thread = module.__dict__.get("forward"), module.forward, threading.get_ident()
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return (forward if threading.get_ident() == thread else first)(*args, **kwargs)
+
+    module.__dict__["forward"] = replaced
+    try:
+        yield
+    finally:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether code of the user runs around a module's forward."""
+    every = (module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks)
+    return any((*every, module._forward_pre_hooks, module._forward_hooks))
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+ACCELERATORS = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that a caller may have switched to autocast."""
+
+LARGE = 10_000
+"""Containers larger than this hold data and are not treated as state of a pass."""
+
+_left: ContextVar[tuple[str, ...]] = ContextVar("left", default=())
+_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
+_OF_TORCH = frozenset(vars(nn.Module()))
+_UNTOUCHED = frozenset([int, float, bool, str, type(None), torch.dtype, FunctionType])
+"""Types of values that no pass changes in place."""
+
+
+# Modes of the model ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A context without dropout; afterwards each module has its previous mode and data.
+
+    A model may write into its buffers, and the next pass must find what this one found.
+    """
+    modules = module_tree(model).values()
+    training = [module for module in modules if module.training]
+    kept = _Kept(modules)
+    try:
+        for module in training:
+            module.training = False
+        with _callers_device.get() or nullcontext():  # a model's own forward may count on it
+            yield
+    finally:
+        with torch.no_grad():
+            kept.put_back()
+        for module in training:
+            module.training = True
+
+
+class _Kept:
+    """The data of modules before a pass. Every pass begins and ends with this walk, so it is flat."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owned: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._copies: list[tuple[Tensor, int, Tensor]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        for module in modules:
+            own, buffers = module.__dict__.copy(), module._buffers.copy()  # in one go: another thread may set some
+            self._owned.append((module, own, buffers))
+            values: list[Any] = [*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()]
+            for value in values:
+                kind = type(value)  # not `isinstance`, which would run Python code of a config for its `__class__`
+                if kind in _UNTOUCHED:
+                    continue
+                if issubclass(kind, Tensor):
+                    if value.is_leaf and not (issubclass(kind, nn.Parameter) or value.is_meta or value.is_inference()):
+                        self._copies.append((value, value._version, value.clone()))
+                elif issubclass(kind, (list, dict, set)) and len(value) <= LARGE:
+                    copied = value.copy() if kind in (list, dict, set) else copy(value)
+                    self._containers.append((value, copied))
+
+    def put_back(self) -> None:
+        """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
+        for module, before, buffers in self._owned:
+            now = module.__dict__
+            for name in now.copy().keys() - _OF_TORCH:
+                value = now[name]
+                if value is before.get(name) or not (isinstance(value, Tensor) or type(value) in (int, float)):
+                    continue
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
+            for name, buffer in buffers.items():
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+        for value, held in self._containers:
+            is_same = len(value) == len(held) and all(map(operator.is_, value, held))
+            if isinstance(value, dict) and is_same:
+                is_same = all(map(operator.is_, value.values(), held.values()))
+            if not is_same:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(held)
+        for value, version, copied in self._copies:
+            if value._version != version:
+                value.copy_(copied)
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """A context in which compiled parts run as plain code, and fused Transformer layers as their modules."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Pause garbage collection.
+
+    A pass makes many small objects that stay, so Python would search the whole process again and again, for
+    a third of the time of a recording.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+# Modes of the caller --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_own_precision() -> Iterator[None]:
+    """A context without the caller's autocast and inference mode: T is the model's in its own dtype, with gradients."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in ACCELERATORS:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def own_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a public function independent of the caller's autocast, inference mode and default device."""
+
+    @functools.wraps(function)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _in_own_modes() if _are_others() else nullcontext():
+            return function(*args, **kwargs)
+
+    return called
+
+
+def stepwise(steps: Iterator[Result]) -> Iterator[Result]:
+    """The same for a generator: the caller's modes are restored between items."""
+    while True:
+        with _in_own_modes() if _are_others() else nullcontext():
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+        yield step
+
+
+def modes_left() -> tuple[str, ...]:
+    """Modes that were switched off for the work under way and would have changed its numbers."""
+    return _left.get()
+
+
+def _are_others() -> bool:
+    """Whether the caller has set any mode."""
+    has_default = torch.get_default_device().type != "cpu"
+    return has_default or torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, ACCELERATORS))
+
+
+@contextmanager
+def _in_own_modes() -> Iterator[None]:
+    default, follows = torch.get_default_device(), not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+    with ExitStack() as stack:
+        if any(map(torch.is_autocast_enabled, ACCELERATORS)):
+            stack.enter_context(_set(_left, ("autocast",)))
+        stack.enter_context(in_own_precision())
+        stack.enter_context(torch.set_grad_enabled(follows))  # leaving inference mode has switched gradients on
+        if default.type != "cpu":
+            stack.enter_context(_set(_callers_device, default))
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# Products of matrices -------------------------------------------------------------------------------------------------
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+"""Precisions of products: ``"tf32"`` keeps float32 storage, and is plain float32 on a device without tf32."""
+
+
+def compute_type(precision: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Type of the matrices: the requested one, otherwise the model's own, in float32 or better."""
+    if precision is None:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    check_choice(precision, "precision", get_args(Precision))
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def matmul_mode(precision: str | None) -> AbstractContextManager[None]:
+    """A context in which products of float32 matrices use tf32, or strictly not; for None, the user's setting."""
+    return nullcontext() if precision is None else tf32(precision == "tf32")
+
+
+turn = threading.RLock()
+"""Threads take turns with what belongs to the process or to a model: a setting of torch, modes, forwards of modules."""
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Products of float32 matrices in tf32 where the device has it, or strictly not."""
+    # By torch's newer setting alone: reading the older one fails where a user has used the newer.
+    settings = torch.backends.cuda.matmul
+    with turn:
+        before = str(settings.fp32_precision)
+        settings.fp32_precision = "tf32" if allowed else "ieee"
+        try:
+            yield
+        finally:
+            settings.fp32_precision = before
+
+
+def tf32_allowed() -> bool:
+    """Whether products of float32 matrices may be in tf32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def matmul_precision() -> str:
+    """Torch's setting for products of float32 matrices; the newer one if a user has used that."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision)

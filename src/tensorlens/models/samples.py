@@ -17,14 +17,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import MappingKey, tree_map_with_path
 
 from tensorlens.errors import InputError, TensorLensError
-from tensorlens.models.forward_signature import (
+from tensorlens.models.inputs import (
+    ModelInput,
+    as_tensor,
+    as_tensors,
     device_of,
+    drop_padding,
     forward_parameters,
+    id_arguments,
+    make_input,
     max_tokens,
     token_ids,
     vocabulary_size,
 )
-from tensorlens.models.inputs import ModelInput, as_tensor, as_tensors, drop_padding, id_arguments, make_input
 from tensorlens.models.texts import Offsets, names_image, tokenised, tokenizer_of
 
 # Rows of a data set ---------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tensorlens.errors import MethodError
 from tensorlens.program.marks import Mixture
-from tensorlens.program.nodes import Held, Slot
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.steps import OPERATIONS, Held, Slot
 
 if TYPE_CHECKING:
     from tensorlens.recording.recording import Recording

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tensorlens.errors import AnatomyError, MethodError
 from tensorlens.program.folding import dense, in_form, product_of
-from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import Chain, NotFoldable, Path, Wiring, before_weight, has_norm, naming_block, wiring
 from tensorlens.program.program import Program
+from tensorlens.program.steps import at_least_float32
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Recording, Span
 

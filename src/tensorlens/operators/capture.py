@@ -31,17 +31,17 @@ from torch import Tensor, nn
 from tensorlens import tolerances
 from tensorlens.errors import NotLinearError, TensorLensError
 from tensorlens.models.layouts import find_state, is_plain, state_layout
-from tensorlens.models.precision import in_float64, tf32
-from tensorlens.models.runner import run
+from tensorlens.models.runner import run, tf32
 from tensorlens.operators.laws import normal
 from tensorlens.operators.plain import as_tokens, body_end
 from tensorlens.program.marks import MOVES
-from tensorlens.program.nodes import Slot, words
 from tensorlens.program.program import Program
-from tensorlens.recording.block_calls import BlockCall
+from tensorlens.program.steps import Slot, words
+from tensorlens.recording.calls import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record
 from tensorlens.recording.recording import Origin, Recording, Span
+from tensorlens.tolerances import in_float64
 from tensorlens.trees import map_tensors
 
 MOST_TOKENS = 32

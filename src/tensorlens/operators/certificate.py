@@ -17,12 +17,13 @@ import torch
 
 from tensorlens import tolerances
 from tensorlens.models.around import said_of
-from tensorlens.models.precision import relative, tf32_allowed
+from tensorlens.models.runner import tf32_allowed
 from tensorlens.operators.capture import HALF, Capture, capture
 from tensorlens.operators.laws import LAWS, LawEvidence, in_float32
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.operators.plain import plain_output
 from tensorlens.recording.recording import Recording
+from tensorlens.tolerances import relative
 from tensorlens.views.printing import Printed
 
 N_HELD = 3

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from tensorlens import tolerances
 from tensorlens.errors import AnatomyError, InputError, NotLinearError
-from tensorlens.models.precision import in_float64, relative, tf32
+from tensorlens.models.runner import tf32
 from tensorlens.operators.operator import FrozenOperator, beside_zeros
 from tensorlens.operators.plain import plain_output
 from tensorlens.program.verify import verify
 from tensorlens.recording.recording import Recording, Span
+from tensorlens.tolerances import in_float64, relative
 
 N_CLASSES = 5
 """Number of classes whose logits are tested."""

@@ -22,8 +22,7 @@ from torch import Tensor
 from tensorlens.axes import FullTensor, HiddenBatch, Range, TensorSlice
 from tensorlens.errors import AnatomyError, InputError, SizeError
 from tensorlens.memory import SHARE_OF_DENSE, SHARE_OF_TOKEN_MATRICES, Portions, fitting, free_bytes, in_parts
-from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import Precision, compute_type, matmul_mode
+from tensorlens.models.runner import Precision, compute_type, matmul_mode, own_modes
 from tensorlens.program.folding import FoldedBlocks
 from tensorlens.program.program import of_each
 from tensorlens.recording.recording import Heads, Recording, Span

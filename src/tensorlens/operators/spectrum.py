@@ -21,11 +21,10 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
-from tensorlens.models.modes import own_modes
-from tensorlens.models.precision import in_float64
+from tensorlens.models.runner import own_modes
 from tensorlens.operators.operator import Pulled, TensorOperator, check_token
-from tensorlens.program.nodes import at_least_float32
-from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE
+from tensorlens.program.steps import at_least_float32
+from tensorlens.tolerances import MATRIX_NORM, SINGULAR_VALUE, in_float64
 from tensorlens.views.printing import Printed
 
 MOST_STEPS = 60

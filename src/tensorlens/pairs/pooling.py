@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import InputError
 from tensorlens.files import from_json
-from tensorlens.models.forward_signature import is_causal
-from tensorlens.program.nodes import Slot, Step
+from tensorlens.models.inputs import is_causal
+from tensorlens.program.steps import Slot, Step
 from tensorlens.recording.recording import Recording
 from tensorlens.views.labels import shorten
 

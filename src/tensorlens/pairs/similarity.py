@@ -25,8 +25,8 @@ from tensorlens.lens import Lens
 from tensorlens.maps.groups import Group, Groups, find_groups
 from tensorlens.memory import fitting, in_parts
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.modes import own_modes
 from tensorlens.models.pictures import cells
+from tensorlens.models.runner import own_modes
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.pairs.pair_map import BIAS, Measure, PairMap
 from tensorlens.pairs.pooling import Around, Pooling, around_of, find_pooling

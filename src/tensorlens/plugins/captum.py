@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.maps.targets import own_prediction
-from tensorlens.models.forward_signature import forward_of
-from tensorlens.models.precision import in_float64
+from tensorlens.models.inputs import forward_of
 from tensorlens.plugins.weighted_logits import logit_parts, logits_of
 from tensorlens.recording.conventions import Rules
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64
 
 
 class TensorAttribution(Attribution):

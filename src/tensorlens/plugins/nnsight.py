@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.forward_signature import forward_of
+from tensorlens.models.inputs import forward_of
 from tensorlens.recording.conventions import Rules
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tensorlens.maps.targets import no_head, one_output
-from tensorlens.models.precision import in_float64
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64
 
 
 def logits_of(T: AttentionTensor, out_token: int) -> tuple[int, Tensor]:

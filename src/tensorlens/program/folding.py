@@ -26,9 +26,9 @@ from torch import Tensor
 
 from tensorlens.axes import Range
 from tensorlens.memory import BYTES_OF_SCALED, SHARE_OF_FOLDED, bytes_on, fitting, free_bytes
-from tensorlens.program.nodes import at_least_float32
 from tensorlens.program.paths import AttentionStep, Chain, NotFoldable, Path, Piece, Wiring, naming_block, wiring
 from tensorlens.program.program import Program
+from tensorlens.program.steps import at_least_float32
 
 ALIGNED = 16
 """Inner channels are added in multiples of this: 16 numbers of any type used here start on 16 bytes."""

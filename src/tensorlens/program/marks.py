@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.program.nodes import Held, Slot, Step, mapped, words
-from tensorlens.program.operations import OPERATIONS
 from tensorlens.program.program import Program
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Step, mapped, words
 
 
 class Mixture(NamedTuple):

@@ -40,10 +40,9 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import AnatomyError
-from tensorlens.program.composite import rows_of_attention
 from tensorlens.program.marks import move
-from tensorlens.program.nodes import Axes, Held, Step, at_least_float32, leaves, words
 from tensorlens.program.program import Program, filled
+from tensorlens.program.steps import Axes, Held, Step, at_least_float32, leaves, rows_of_attention, words
 
 Kind = Literal["weight", "scale", "token", "gain", "take", "centre"]
 

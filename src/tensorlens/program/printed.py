@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorlens.program.nodes import Held, Slot, Step
-from tensorlens.program.operations import OPERATIONS
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Step
 
 if TYPE_CHECKING:
     from tensorlens.program.program import Program

@@ -7,8 +7,8 @@ knows, its live arguments stand where the table allows them, and it reads only w
 from __future__ import annotations
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import NOT_PLAIN, Slot, Step, leaves, words
 from tensorlens.program.program import Program
+from tensorlens.program.steps import NOT_PLAIN, Slot, Step, leaves, words
 
 TOGETHER = {
     0: "reshape permute expand cast index narrow select index_select gather cat stack flip repeat_interleave triangle "

@@ -19,11 +19,9 @@ from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.layouts import readout_layout
 from tensorlens.program.marks import MOVES, Choice, Meeting, Mixture, count_heads
-from tensorlens.program.nodes import Constants
-from tensorlens.program.program import Pieces, Program, SideChannelError
-from tensorlens.recording.block_calls import BlockCall
+from tensorlens.program.program import Constants, Pieces, Program, SideChannelError
+from tensorlens.recording.calls import BlockCall, ModuleOutput, Weights
 from tensorlens.recording.conventions import Rules
-from tensorlens.recording.module_paths import ModuleOutput, Weights
 from tensorlens.recording.rules.attention import with_live_sinks
 
 Heads = Mapping[int, Tensor]

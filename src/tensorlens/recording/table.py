@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tensorlens.errors import InputError
-from tensorlens.program.nodes import words
+from tensorlens.program.steps import words
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 TableRule = Callable[[Any, Any, str, tuple[Any, ...], dict[str, Any]], Any]
 """Takes the recording, the function, its name, and its arguments."""
 RULES: dict[str, TableRule] = {}
+ANY_KERNEL = "any_kernel"
+"""The name of the rule that replaces any kernel by its derivative, for rule sets that follow derivatives."""
 OF_VALUE: set[TableRule] = set()
 """Rules that take (run, name, value, args, kwargs), where `value` is the function's own result."""
 
@@ -172,7 +174,7 @@ def find_rule(name: str) -> TableRule | None:
     """The rule for a function name; ``mul_`` is a write of the result of the rule for ``mul``."""
     found = RULES.get(name)
     if found is None and name.endswith("_") and name[:-1] in RULES:
-        from tensorlens.recording.writes import in_place
+        from tensorlens.recording.live import in_place
 
         return in_place
     return found

@@ -20,16 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.errors import NotLinearError
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.nodes import Held, Slot, Spec, Step, leaves, mapped, words
-from tensorlens.recording.calculus import by_derivative
-from tensorlens.recording.conventions import Rules
+from tensorlens.program.steps import Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.recording.conventions import KEEPS_ROLE, Role, Rules
 from tensorlens.recording.live import (
     PLAIN,
     SIMPLE,
+    UNCOUNTED,
     Followed,
     Live,
     Whole,
     WithRole,
+    Writes,
     elsewhere,
     found_in,
     is_live,
@@ -39,10 +40,9 @@ from tensorlens.recording.live import (
     raw,
     spec_of,
     value_of,
+    version_of,
 )
-from tensorlens.recording.roles import KEEPS_ROLE, Role
-from tensorlens.recording.table import KNOWN, OF_VALUE, RULES, find_rule, known, spelled_alike
-from tensorlens.recording.writes import UNCOUNTED, Writes, version_of
+from tensorlens.recording.table import ANY_KERNEL, KNOWN, OF_VALUE, RULES, find_rule, known, spelled_alike
 
 OVER_ALL = words("any all unique bincount histc norm dist det equal allclose count_nonzero nonzero var std")
 """Functions that read the whole tensor if no axis is named."""
@@ -524,7 +524,7 @@ def by_rule(_: type, function: Any, types: Collection[type], args: tuple[Any, ..
     if not is_kernel:
         return run.by_kernels(function, args, kwargs)
     if run.rules.name == "jacobian":
-        return by_derivative(run, function, name, args, kwargs)
+        return RULES[ANY_KERNEL](run, function, name, args, kwargs)
     raise run.refusal(name)
 
 

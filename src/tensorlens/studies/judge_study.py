@@ -33,7 +33,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
 from tensorlens.maps.methods import METHODS, check_question
 from tensorlens.maps.targets import Target
-from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.runner import running
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import rows_of

@@ -20,7 +20,7 @@ from tensorlens.errors import MethodError
 from tensorlens.lens import Lens
 from tensorlens.memory import is_out_of_memory
 from tensorlens.models.anatomy import Anatomies, Anatomy
-from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.layouts import state_of
 from tensorlens.models.runner import AtModule, End, run
 from tensorlens.recording.recording import Recording, Span

@@ -38,7 +38,7 @@ from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.files import from_json, to_json, write_whole
 from tensorlens.lens import Lens
-from tensorlens.models.precision import matmul_precision
+from tensorlens.models.runner import matmul_precision
 from tensorlens.studies.processes import Processes
 
 Record = dict[str, Any]

@@ -19,7 +19,7 @@ from tensorlens.lens import Lens
 from tensorlens.maps.targets import has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.bundled import BUNDLED
-from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.resolving import check_model_name
 from tensorlens.models.texts import tokenizer_of
 from tensorlens.tensor import AttentionTensor

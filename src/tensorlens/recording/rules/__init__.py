@@ -1,11 +1,10 @@
 """The rules, one file per kind of operation. Importing them fills the table."""
 
 from tensorlens.recording.rules import (  # noqa: F401
-    activations,
     attention,
     choices,
     linear,
     modules,
-    norms,
+    nonlinear,
     products,
 )

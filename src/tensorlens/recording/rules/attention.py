@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorlens.errors import NotLinearError
-from tensorlens.models.precision import in_float64
-from tensorlens.program.nodes import Slot
 from tensorlens.program.program import Program
+from tensorlens.program.steps import Slot
+from tensorlens.recording.conventions import Role
 from tensorlens.recording.live import is_live, now, raw, value_of
-from tensorlens.recording.roles import Role
 from tensorlens.recording.rules.modules import with_names
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
+from tensorlens.tolerances import in_float64
 
 if TYPE_CHECKING:
     from tensorlens.recording.recording import Recording

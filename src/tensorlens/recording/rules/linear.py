@@ -10,13 +10,23 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tensorlens.errors import NotLinearError
-from tensorlens.program.nodes import leaves, mapped, words
-from tensorlens.program.operations import LINEAR_FUNCTIONS
-from tensorlens.recording.live import FOLLOWED, Live, Whole, found_in, is_live, now, raw, role_of, spec_of, value_of
-from tensorlens.recording.roles import Role, after_linear
+from tensorlens.program.steps import LINEAR_FUNCTIONS, leaves, mapped, words
+from tensorlens.recording.conventions import Role, after_linear
+from tensorlens.recording.live import (
+    FOLLOWED,
+    Live,
+    Whole,
+    found_in,
+    is_live,
+    now,
+    raw,
+    refuse_coarse,
+    role_of,
+    spec_of,
+    value_of,
+)
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
-from tensorlens.recording.writes import refuse_coarse
 
 
 def role_after(name: str, *args: Any) -> Role | None:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.live import found_in, is_live, raw, value_of
-from tensorlens.recording.rules import activations
-from tensorlens.recording.rules.activations import activate
+from tensorlens.recording.rules import nonlinear
+from tensorlens.recording.rules.nonlinear import activate
 from tensorlens.recording.table import family
 from tensorlens.recording.tape import Tape
 
@@ -107,19 +107,19 @@ def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any
     """An element-wise activation module with φ(0) = 0 and no closed form."""
     if not is_live(z):
         return forward(z)
-    return activate(run, type(module).__name__, z, partial(activations.quotient, forward), forward)
+    return activate(run, type(module).__name__, z, partial(nonlinear.quotient, forward), forward)
 
 
 # GELUs that transformers writes out in Python: products of primitives, which the rules for torch functions would
 # split. Those that call one torch function need no entry.
 for _name, _gain in {
-    "NewGELUActivation": activations.gelu_tanh,
-    "FastGELUActivation": activations.gelu_tanh,
-    "AccurateGELUActivation": activations.gelu_tanh,
-    "QuickGELUActivation": activations.gelu_quick,
-    "GELUActivation": activations.gelu,
-    "GELUTanh": activations.gelu_tanh,
-    "PytorchGELUTanh": activations.gelu_tanh,
+    "NewGELUActivation": nonlinear.gelu_tanh,
+    "FastGELUActivation": nonlinear.gelu_tanh,
+    "AccurateGELUActivation": nonlinear.gelu_tanh,
+    "QuickGELUActivation": nonlinear.gelu_quick,
+    "GELUActivation": nonlinear.gelu,
+    "GELUTanh": nonlinear.gelu_tanh,
+    "PytorchGELUTanh": nonlinear.gelu_tanh,
 }.items():
     adapter(f"transformers.activations.{_name}")(_activation(_gain))
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorlens.program.nodes import at_least_float32
-from tensorlens.recording.calculus import by_derivative, is_same_tensor, product, product_by_kernel, scaled, tangent
+from tensorlens.program.steps import at_least_float32
+from tensorlens.recording.conventions import Role, is_factor, of_matrix_product, of_product
 from tensorlens.recording.live import (
     FOLLOWED,
     Live,
@@ -21,14 +21,20 @@ from tensorlens.recording.live import (
     spec_of,
     value_of,
 )
-from tensorlens.recording.roles import Role, is_factor, of_matrix_product, of_product
-from tensorlens.recording.rules.activations import activate_from
 from tensorlens.recording.rules.attention import without_sink
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.rules.modules import parts_of
-from tensorlens.recording.rules.norms import statistic
+from tensorlens.recording.rules.nonlinear import activate_from, by_derivative, moving, scaled, statistic, tangent
 from tensorlens.recording.table import family, of_value, rule
 from tensorlens.recording.tape import Tape
+
+WEIGHTS: dict[str, tuple[float, float]] = {
+    "first held": (0.0, 1.0),
+    "second held": (1.0, 0.0),
+    "half": (0.5, 0.5),
+    "taylor": (1.0, 1.0),
+}
+"""Shares of a product that follow its first and its second factor."""
 
 
 def settled(value: Any) -> Any:
@@ -81,6 +87,75 @@ def gated(gate: Live, up: Live, value: Tensor) -> Live:
     now.tape.note(f"gate: {convention}")
     how = {"freeze_gate": "second held", "freeze_up": "first held"}.get(convention) or convention
     return product(value, "mul", up, gate, how)
+
+
+def product(
+    value: Tensor,
+    operation: str,
+    a: Live,
+    b: Live,
+    how: str,
+    *,
+    role: Role | None = None,
+    note: str | None = None,
+) -> Live:
+    r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
+
+    Args:
+        value: The result of the bilinear function.
+        operation: Its name in programs; it takes the two factors.
+        a: The first factor.
+        b: The second factor.
+        how: A key of `WEIGHTS`.
+        role: Role of the result.
+        note: The convention behind it.
+    """
+    run = now.tape
+    of_a, of_b = WEIGHTS[how]
+    if not of_a:
+        return run.emit(operation, value, value_of(a), b, role=role, note=note)
+    if not of_b:
+        return run.emit(operation, value, a, value_of(b), role=role, note=note)
+    spec = spec_of(value)
+    first, second = (raw(torch.mul, x, w) if w != 1 else value_of(x) for x, w in ((a, of_b), (b, of_a)))
+    parts = (
+        run.emit(operation, spec, a, second, note=note),
+        run.emit(operation, spec, first, b, note=note),
+    )
+    if of_a + of_b == 1:
+        return run.emit("add", value, *parts, role=role, note=note)
+    both = run.emit("add", spec, *parts, note=note)
+    return run.emit("sub", value, both, raw(Tensor.clone, value), role=role, note=note)
+
+
+def is_same_tensor(a: Any, b: Any) -> bool:
+    """Whether two arguments are one live value."""
+    return a is b or is_live(a) and is_live(b) and now.tape.slot_of(a) == now.tape.slot_of(b) and a.shape == b.shape
+
+
+def product_by_kernel(
+    function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], factors: tuple[int, int], how: str
+) -> Any:
+    """A kernel that is linear in each of two arguments.
+
+    Args:
+        function: The kernel.
+        name: Its name in refusals.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        factors: Places of the two.
+        how: What is held where both are live, as in `WEIGHTS`, or ``"both held"``.
+    """
+    value = raw(function, *args, **kwargs)
+    if not all(is_live(args[place]) for place in factors):
+        return moving(function, name, args, kwargs, value, is_linear=True)
+    if how == "both held":
+        return value
+    if how in ("half", "taylor"):
+        is_half = how == "half"
+        return moving(function, name, args, kwargs, value, is_linear=is_half, share=0.5 if is_half else 1)
+    held = (factors[how == "second held"],)
+    return moving(function, name, args, kwargs, value, held=held, is_linear=True)
 
 
 @family("pow square float_power")

@@ -18,9 +18,9 @@ from tensorlens.axes import Hidden
 from tensorlens.errors import TensorLensError
 from tensorlens.maps.baselines import HAS_RESIDUAL, average, block_matrices, rollout
 from tensorlens.memory import in_parts
-from tensorlens.models.precision import in_float64
 from tensorlens.studies.plain_model import plain_states, true_function
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64
 
 MOST_STATES = {"cuda": 64, "cpu": 8}
 """Moved inputs that go through the model at a time."""

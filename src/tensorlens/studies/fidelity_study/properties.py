@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.precision import in_float64
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.spectrum import (
     effective_rank,
@@ -33,6 +32,7 @@ from tensorlens.operators.spectrum import (
     stable_rank,
 )
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64
 
 KINDS = ("single", "prefix", "suffix")
 LINES = ("stable_rank", "effective_rank", "token_perplexity", "token_sparsity", "entry_sparsity", "bias_share")

@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.lens import Lens
 from tensorlens.models.inputs import make_input
-from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import own_modes
 from tensorlens.models.texts import IMAGE_SUFFIXES, tokenizer_of
 from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import spectral_norm

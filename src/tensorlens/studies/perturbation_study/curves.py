@@ -21,7 +21,6 @@ from tensorlens.maps.methods import joins_norms
 from tensorlens.maps.peers import random_scores
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
-from tensorlens.models.precision import in_float64
 from tensorlens.studies.options import member_lens, split
 from tensorlens.studies.perturbation_study.measures import (
     ORDERS,
@@ -36,6 +35,7 @@ from tensorlens.studies.plain_model import Outputs
 from tensorlens.studies.report import short
 from tensorlens.studies.runs import reason_of
 from tensorlens.tensor import AttentionTensor
+from tensorlens.tolerances import in_float64
 
 if TYPE_CHECKING:
     from tensorlens.studies.perturbation_study.run import PerturbationOptions

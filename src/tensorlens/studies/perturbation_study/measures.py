@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens.errors import InputError
-from tensorlens.models.precision import in_float64
+from tensorlens.tolerances import in_float64
 
 Order = Literal["most", "least"]
 ORDERS: tuple[Order, ...] = ("most", "least")

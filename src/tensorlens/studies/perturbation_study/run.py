@@ -17,7 +17,7 @@ from tensorlens.errors import InputError, MethodError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import own_modes
 from tensorlens.studies.datasets import Dataset, read_dataset
 from tensorlens.studies.options import Options, check_member, checked_names, chosen_options, split
 from tensorlens.studies.perturbation_study.curves import RANDOM, GroupMaps, Measurement

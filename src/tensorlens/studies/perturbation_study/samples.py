@@ -19,12 +19,11 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.forward_signature import forward_parameters, max_tokens
-from tensorlens.models.inputs import make_input
-from tensorlens.models.precision import in_float64
+from tensorlens.models.inputs import forward_parameters, make_input, max_tokens
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import Dataset, LazyImage, Row
 from tensorlens.studies.plain_model import PlainModel
+from tensorlens.tolerances import in_float64
 
 if TYPE_CHECKING:
     from tensorlens.studies.perturbation_study.run import PerturbationOptions

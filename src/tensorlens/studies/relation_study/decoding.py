@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.models.anatomy import Anatomy
-from tensorlens.models.forward_signature import forward_parameters
+from tensorlens.models.inputs import forward_parameters
 from tensorlens.studies.plain_model import PlainStates, plain_states, read_out
 from tensorlens.tensor import AttentionTensor
 

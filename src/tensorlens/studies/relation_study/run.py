@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
-from tensorlens.models.modes import own_modes
+from tensorlens.models.runner import own_modes
 from tensorlens.models.texts import tokenizer_of
 from tensorlens.studies.options import Options, chosen_options
 from tensorlens.studies.plain_model import read_out
