@@ -15,13 +15,16 @@ from explorer_samples import load
 from PIL import Image
 from rich.console import Console
 from tiny_language import tiny_lens
+from tiny_study import tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from zoo import build
 
 import tensorlens as tl
 from tensorlens import recommendations
 from tensorlens.app import cli, explain_command, printing
-from tensorlens.maps.targets import MapQuestion
+from tensorlens.maps.targets import Classes, MapQuestion
 from tensorlens.recommendations import QUESTIONS
 from tensorlens.recording.conventions import RULE_SETS
 from tensorlens.views.captions import after, badge, sum_lines, why_headline
@@ -173,6 +176,30 @@ def test_models_without_a_next_token():
         tl.Lens(build("bert")).explain([5, 7, 9], "component")
 
 
+def test_an_encoder_with_a_head_says_at_which_token():
+    lens = tl.Lens(build("bert-mlm"), tokenizer(wrapped=True))
+    e = lens.explain("the cat sat")
+    assert e.out_token == 3 and " at “sat” in “the cat sat”?" in e.headline
+    assert e.note == e.lines()[-1] == "To explain a masked token, write [MASK] in its place."
+    e = lens.explain("the cat [MASK]")
+    assert " at “[MASK]” in “the cat [MASK]”?" in e.headline and e.note == ""
+    assert "[SEP]" not in tl.Lens(build("bert"), tokenizer(wrapped=True)).explain("the cat").headline
+
+
+def test_one_sentence_is_explained_by_its_words(lens):
+    assert lens.explain("Red and blue", "passage").map.meta["grouped"] == "words"
+    assert lens.explain("Red. And blue", "passage").map.meta["grouped"] == "sentences"
+
+
+def test_a_piece_of_a_character_is_named_by_its_bytes():
+    inner = Tokenizer(models.BPE(vocab={one: i for i, one in enumerate(ALPHABET)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    classes = Classes(n_classes=256, tokenizer=PreTrainedTokenizerFast(tokenizer_object=inner))
+    ids = classes.tokenizer("は")["input_ids"]
+    assert [classes.name(i) for i in ids] == ["⟨E3⟩", "⟨81⟩", "⟨AF⟩"]
+    assert classes.name(ALPHABET.index("a")) == "a"
+
+
 def test_a_picture_without_a_head_is_asked_about_the_state_that_stands_for_it(tmp_path):
     lens = load("dinov2")
     e = lens.explain(Image.new("RGB", (40, 30), (200, 90, 40)))
@@ -180,6 +207,9 @@ def test_a_picture_without_a_head_is_asked_about_the_state_that_stands_for_it(tm
     T = lens(Image.new("RGB", (40, 30), (200, 90, 40)))
     asked = MapQuestion.complete(T, None, None, is_one=True)
     assert asked.answered(T, asked.headlined(T), T.map).headline == e.headline
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 # The sink -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tensorlens.errors import InputError
 from tensorlens.inside.components import ComponentMap
+from tensorlens.maps.groups import sentences
 from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import MapQuestion, default_output, has_predictions, headline_of_states, headlined, no_head
 from tensorlens.maps.token_map import TokenMap
@@ -103,8 +104,16 @@ class Explanation(Tabular):
 
     @property
     def note(self) -> str:
-        """How the target was read if that differs from what was written, such as a leading space; otherwise empty."""
-        return "" if self._asked is None else self._asked.asked.note
+        """How the target was read, such as with a leading space, and how to ask for a masked token; often empty."""
+        if self._asked is None:
+            return ""
+        classes, recording = self.tensor.context.classes, self.tensor.operator.recording
+        mask = None if classes.labels or recording.pools else getattr(classes.tokenizer, "mask_token", None)
+        is_missing = (
+            mask is not None and mask not in self.tensor.out_tokens and not self.tensor.context.meta.get("causal")
+        )
+        hint = f"To explain a masked token, write {mask} in its place." if is_missing else ""
+        return " ".join(part for part in (self._asked.asked.note, hint) if part)
 
     def _table(self) -> Table:
         return self.map._table()
@@ -130,7 +139,9 @@ class Explanation(Tabular):
         found = self._question.answered(self.tensor, self._asked, self.tensor.map)
         if self._by_token or found.meta.get("grid") is not None:
             return found
-        return found.group(GROUPS.get(self.recommendation.question, "words"))
+        text, groups = found.meta.get("text"), GROUPS.get(self.recommendation.question, "words")
+        is_one = groups == "sentences" and isinstance(text, str) and len(sentences(text)) == 1
+        return found.group("words" if is_one else groups)
 
     def certificate(self) -> Certificate:
         """Whether the operator is exact, measured on first use; maps saved afterwards include it."""

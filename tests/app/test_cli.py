@@ -160,7 +160,7 @@ def test_ranges_heads_and_targets_are_read_as_written():
     assert options.block_range("4") == (4, 5)
     assert options.head_choice(["3:0,2", "5:"]) == {3: [0, 2], 5: []}
     assert options.target_of(" Paris", " Rome") == (" Paris", " Rome")
-    assert options.target_of("42", None) == 42
+    assert options.target_of("42", "#42") == ("42", 42) and options.target_of("#4a", None) == "#4a"
     for wrong in (
         lambda: options.block_range("a:b"),
         lambda: options.head_choice(["x"]),

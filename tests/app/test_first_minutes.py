@@ -235,7 +235,7 @@ def test_a_masked_token_is_what_a_masked_model_is_asked_about():
         ("--out-token 99", "from -12 to 11"),
         ("--blocks 1:99", "within 0:"),
         ("--heads 0:77", "heads 0 to"),
-        ("--target 9999", "from 0 to"),
+        ("--target #9999", "from 0 to"),
         ("--method tensor.norm --target 5", "takes no target"),
     ],
 )
@@ -297,6 +297,13 @@ def _with_words() -> PreTrainedTokenizerFast:
         (" Rome", None, "Rome", " Rome", ""),
         ("Rome", " Paris", " Rome", " Rome", "“Rome” is taken as “ Rome”, which is one token and likelier."),
         ("Oslo", None, None, "Oslo", "“Oslo” is 4 tokens; their logits are added up."),
+        (
+            "Parisx",
+            None,
+            None,
+            " Parisx",
+            "“Parisx” is taken as “ Parisx”, which is fewer tokens. “ Parisx” is 2 tokens; their logits are added up.",
+        ),
     ],
 )
 def test_a_target_without_its_space_and_of_several_tokens(target, against, likelier, target_is, note):

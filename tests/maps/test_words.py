@@ -62,7 +62,10 @@ def test_labels_are_joined_where_no_offsets_are_known(tokens, expected):
         ),
         (("👩", "\u200d", "🚀", " x"), [[0, 1], [1, 2], [2, 3], [3, 5]], "👩\u200d🚀 x", ["👩\u200d🚀", " x"]),
         (("a", "b"), [[0, 1], [2, 3]], "a b", ["a", "b"]),
-        ((" ab", "c"), [[1, 3], [3, 4]], " abc", [" abc"]),
+        ((" ab", "c", " d"), [[1, 3], [3, 4], [4, 6]], " abc d", [" abc", " d"]),
+        (("1", " ", "2", "\n", "3"), [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5]], "1 2\n3", ["1", " 2", "\n", "3"]),
+        (("[CLS]", "EV", "QL", "[SEP]"), [None, [0, 2], [2, 4], None], "EVQL", ["[CLS]", "EV", "QL", "[SEP]"]),
+        (("⟨E4⟩⟨BD⟩", "⟨A0⟩"), [[0, 1], [0, 1]], "你", ["你"]),
     ],
 )
 def test_offsets_say_where_words_are(tokens, offsets, text, expected):
@@ -71,8 +74,8 @@ def test_offsets_say_where_words_are(tokens, offsets, text, expected):
 
 @pytest.mark.parametrize("offsets", [3, [1, 2], [[0, 9], [9, 99]], [[0, "1"], [1, 2]], [[2, 1], [0, 1]], [None]])
 def test_foreign_offsets_are_not_believed(offsets):
-    assert labels((" a", "b"), offsets=offsets, text="ab") == [" ab"]
-    token_map((" a", "b"), offsets=offsets, text="ab").words()
+    assert labels((" a", "b", " c"), offsets=offsets, text="ab c") == [" ab", " c"]
+    token_map((" a", "b", " c"), offsets=offsets, text="ab c").words()
 
 
 def test_columns_are_summed_and_rows_kept():

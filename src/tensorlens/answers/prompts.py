@@ -232,7 +232,7 @@ def generated(
     """
     model = specimen.model
     if not callable(getattr(model, "generate", None)):
-        raise InputError(f"`{type(model).__name__}` does not generate. Pass the answer: lens.answer(prompt, answer=…).")
+        raise InputError(f"`{type(model).__name__}` generates no text. `lens.explain` explains its output for a text.")
     if options.get("do_sample") and seed is None:
         raise InputError("Sampling gives a different answer each time. Pass `seed` to make it reproducible.")
     if options.get("num_return_sequences", 1) != 1:

@@ -41,7 +41,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 FinalNorm = Annotated[bool, typer.Option(help="Take the output after the final norm.")]
 Certify = Annotated[bool, typer.Option(help="Measure the certificate and print it beside the map.")]
 TargetName = Annotated[
-    str | None, typer.Option(help="The token, id or class to explain (default: the model's top prediction).")
+    str | None,
+    typer.Option(help="The token or class to explain, or its id as #7042 (default: the model's top prediction)."),
 ]
 OtherTarget = Annotated[str | None, typer.Option(help="Contrast target: explain --target minus this.")]
 MapFile = Annotated[Path | None, typer.Option(help=f"File to write, by suffix: {' '.join(SUFFIXES)}.")]
@@ -240,7 +241,7 @@ def head_choice(choices: list[str] | None) -> dict[int, list[int]]:
 
 
 def two_targets(target: str | None, against: str | None) -> tuple[str | int | None, str | int | None]:
-    """The target and the contrast target. Digits are an id or class index."""
+    """The target and the contrast target."""
     if against is not None and target is None:
         raise InputError("`--against` is the contrast target; pass the target itself with `--target`.")
     if against is not None and target == against:
@@ -255,8 +256,8 @@ def target_of(target: str | None, against: str | None) -> Any:
 
 
 def number(target: str | None) -> str | int | None:
-    """A target as it was written; digits are an id or class index."""
-    return int(target) if target is not None and target.lstrip("-").isdigit() else target
+    """A target as it was written; #7042 is an id, since 7042 may be a text."""
+    return int(target[1:]) if target is not None and target[:1] == "#" and target[1:].isdecimal() else target
 
 
 def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -338,7 +338,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
     """The words of some tokens, in order, as ranges of tokens; every token is in exactly one.
 
     A word ends at white space, between letters and punctuation, and, in scripts that write no spaces, at each token.
-    Pieces of one character always stay together.
+    Pieces of one character always stay together. The words of a text of one word, such as a protein, are its tokens.
 
     Args:
         labels: One for each token, as `token_labels` writes them.
@@ -346,6 +346,20 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
             `text` give the exact place of a token; without them the labels are read.
     """
     text, offsets = _text_of(labels, meta)
+    words = _joined(labels, text, offsets, _is_one_word)
+    if sum(offsets[word.start] is not None for word in words) == 1:
+        words = _joined(labels, text, offsets, lambda before, after: False)
+    return tuple(
+        word._replace(label=labels[k]) if word.stop == k + 1 and not _BYTES.search(labels[k]) else word
+        for word in words
+        for k in [word.start]
+    )
+
+
+def _joined(
+    labels: Sequence[str], text: str, offsets: Sequence[Any], is_one: Callable[[str, str], bool]
+) -> list[Passage]:
+    """Ranges of tokens that share a character, or that `is_one` joins by the characters where they meet."""
     found: list[Passage] = []
     begin = end = -1  # of the last word in the text; -1 after a token that is not text
     for k, pair in enumerate(offsets):
@@ -354,17 +368,13 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
             begin = end = -1
             continue
         start, stop = pair
-        if end >= 0 and (start < end or start == end and _is_one_word(text[end - 1], text[start])):
+        if end >= 0 and (start < end or start == end and is_one(text[begin:end], text[start:stop])):
             end = max(end, stop)
             found[-1] = Passage(text[begin:end], found[-1].start, k + 1)
         else:
             begin, end = (start - 1 if start and labels[k].startswith(" ") and text[start] != " " else start), stop
             found.append(Passage(text[begin:end], k, k + 1))
-    return tuple(
-        word._replace(label=labels[k]) if word.stop == k + 1 and not _BYTES.search(labels[k]) else word
-        for word in found
-        for k in [word.start]
-    )
+    return found
 
 
 def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
@@ -382,9 +392,11 @@ def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
 
 
 def _is_one_word(before: str, after: str) -> bool:
-    """Whether text that ends in `before` continues with `after` without the end of a word."""
-    if not before or not after or before[-1].isspace() or after[0].isspace():
+    """Whether a word that begins with `before` continues with `after`; a space belongs to the word after it."""
+    if not before or not after or after[0].isspace():
         return False
+    if before[-1].isspace():
+        return before == " "
     if _JOINER in (before[-1], after[0]) or unicodedata.category(after[0]) in ("Mn", "Me", "Sk"):
         return True
     return all(_is_of_word(character) for character in (before[-1], after[0]))

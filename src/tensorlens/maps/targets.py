@@ -17,11 +17,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
-from tensorlens.models.texts import check_unicode
+from tensorlens.models.texts import INCOMPLETE, check_unicode, token_labels
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.plain import plain_logits
 from tensorlens.recording.recording import Recording
 from tensorlens.views.captions import after, headline_of, within
+from tensorlens.views.labels import visible
 
 if TYPE_CHECKING:
     from tensorlens.maps.token_map import TokenMap
@@ -138,7 +139,10 @@ class Classes:
         """The name of class `index`."""
         if self.labels is not None:
             return str(self.labels.get(index, index))
-        return self.tokenizer.decode([index]) if self.tokenizer is not None else str(index)
+        if self.tokenizer is None:
+            return str(index)
+        name = self.tokenizer.decode([index])
+        return token_labels([index], self.tokenizer)[0] if INCOMPLETE in name else name  # a piece of a character
 
     def said(self, probabilities: Tensor, k: int = 5) -> tuple[Said, ...]:
         """The classes with the highest of some probabilities (class,)."""
@@ -172,6 +176,8 @@ class Classes:
             raise InputError(f"{len(found)} classes are called {target!r}: {found[:8]}. Pass the number of one.")
         if found:
             return int(found[0])
+        if target.isdecimal():
+            return self.index(int(target))
         known = ", ".join(str(label) for label in list(self.labels.values())[:8])
         raise InputError(
             f"`target` must be a class of the model ({known}{', …' if len(self.labels) > 8 else ''}); got {target!r}."
@@ -179,6 +185,8 @@ class Classes:
 
     def _token_index(self, target: str) -> int:
         if self.tokenizer is None:
+            if target.isdecimal():
+                return self.index(int(target))
             raise InputError(f"Got the target {target!r}, but this lens has no tokenizer. Pass the token's id.")
         check_unicode(target)
         if getattr(self.tokenizer, "has_labels_only", False):
@@ -229,7 +237,8 @@ class ReadTarget(NamedTuple):
 def read_target(classes: Classes, target: str | int, against: str | int | None, logits: Tensor) -> ReadTarget:
     """A target as people write it: its leading space may be missing, and it may have several tokens.
 
-    “Rome” is read as “ Rome” if that is one token and likelier. Several tokens are the sum of their logits.
+    “Rome” is read as “ Rome” if that is fewer tokens, or likelier and no more. Several tokens are the sum of their
+    logits.
 
     Args:
         classes: The model's classes.
@@ -266,13 +275,14 @@ def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget
             raise
     else:
         written = [index]
-    is_missing = not target[:1].isspace() and len(spaced) == 1 and spaced != written
-    if is_missing and (len(written) != 1 or logits[spaced[0]] > logits[written[0]]):
-        why = "one token and likelier" if len(written) == 1 else "one token"
-        return ReadTarget({spaced[0]: 1.0}, f" {target}", None, f"“{target}” is taken as “ {target}”, which is {why}.")
-    weights = {index: float(written.count(index)) for index in written}
-    note = f"“{target}” is {len(written)} tokens; their logits are added up." if len(written) > 1 else ""
-    return ReadTarget(weights, target, None, note)
+    note, is_likelier = "", len(spaced) == len(written) and logits[spaced[0]] > logits[written[0]]
+    if not target[:1].isspace() and spaced and (len(spaced) < len(written) or not written or is_likelier):
+        why = ["one token"] * (len(spaced) == 1) + ["likelier"] * is_likelier
+        note = f"“{target}” is taken as “ {target}”, which is {' and '.join(why) or 'fewer tokens'}."
+        target, written = f" {target}", spaced
+    if len(written) > 1:
+        note = f"{note} “{target}” is {len(written)} tokens; their logits are added up.".strip()
+    return ReadTarget({index: float(written.count(index)) for index in written}, target, None, note)
 
 
 def _tokens(classes: Classes, text: str) -> list[int]:
@@ -289,8 +299,9 @@ def _tokens(classes: Classes, text: str) -> list[int]:
 def no_head(model: str) -> MethodError:
     """The error for a question about classes to a model that has none."""
     return MethodError(
-        f"`{model}` has no head that gives logits for each token or for the whole input, so it has no classes to "
-        "explain. Use `tensor.in_out` or `tensor.norm`, or load the model with its head."
+        f"`{model}` has no head that gives logits for each token or for the whole input, so it has no target and "
+        "no components to explain. Leave these out to explain its output states (`tensor.in_out`), or load the model "
+        "with its head."
     )
 
 
@@ -345,11 +356,18 @@ def default_method(T: Any, target: Any = None) -> str:
 
 
 def default_output(T: Any) -> int:
-    """The output to look at first: the masked token, the token that represents a picture, or the last one."""
-    mask, grid = getattr(getattr(T.context.classes, "tokenizer", None), "mask_token", None), T.context.meta.get("grid")
-    if mask in T.out_tokens:
-        return T.out_tokens.index(mask)
-    return 0 if grid is not None and grid["first"] > 0 else T.shape[0] - 1
+    """The output to look at first: the masked token, the token that represents a picture, or the last one.
+
+    The last of an encoder is the last token of the text, not the special one after it.
+    """
+    tokenizer, grid = getattr(T.context.classes, "tokenizer", None), T.context.meta.get("grid")
+    if getattr(tokenizer, "mask_token", None) in T.out_tokens:
+        return T.out_tokens.index(tokenizer.mask_token)
+    if grid is not None and grid["first"] > 0:
+        return 0
+    n_out, places = T.shape[0], T.context.meta.get("offsets") or ()  # None for a token that is not text
+    is_encoder = not T.context.meta.get("causal") and len(places) == n_out
+    return max((k for k, place in enumerate(places) if place), default=n_out - 1) if is_encoder else n_out - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,25 +508,24 @@ def headlined(
     asked = read_target(context.classes, int(own_prediction(logits)) if target is None else target, against, logits)
     added = [index for index, weight in asked.weights.items() if weight > 0]
     chance = float(logits.float().softmax(-1)[added[0]]) if len(added) == 1 else None
-    n_out = recording.states[-1].shape[1]
-    return Headlined(
-        asked=asked, probability=chance, where=place_of(context.meta, context.tokens, out_token, n_out), logits=logits
-    )
+    where = place_of(context, None if recording.pools else out_token)
+    return Headlined(asked=asked, probability=chance, where=where, logits=logits)
 
 
 def headline_of_states(context: Context, out_tokens: Sequence[str], out_token: int) -> str:
     """The question without a head: about the state that represents a picture, or about all states of a text."""
     is_one = context.meta.get("grid") is not None
     what = f"the output “{out_tokens[out_token]}”" if is_one else "these outputs"
-    return f"Why {what} {place_of(context.meta, context.tokens, out_token, len(out_tokens))}?"
+    return f"Why {what} {place_of(context, None)}?"
 
 
-def place_of(meta: Mapping[str, Any], tokens: Sequence[str], out_token: int, n_out: int) -> str:
-    """The place of an output: after which words, or in which text or picture."""
-    if meta.get("grid") is not None:
+def place_of(context: Context, out_token: int | None) -> str:
+    """The place of an output: after which words, or at which token of a text, or in which text or picture."""
+    if context.meta.get("grid") is not None:
         return "for this picture"
-    text = meta.get("text")
-    if not meta.get("causal"):
-        return within(text if isinstance(text, str) else " ".join(tokens))
-    is_last = out_token % n_out == n_out - 1
-    return after(text if isinstance(text, str) and is_last else "".join(tokens[: out_token % n_out + 1]))
+    text, labels = context.meta.get("text"), context.out_tokens or context.tokens
+    if context.meta.get("causal"):
+        is_last = out_token is None or out_token % len(labels) == len(labels) - 1
+        return after(text if isinstance(text, str) and is_last else "".join(labels[: (out_token or 0) + 1]))
+    at = f"at “{visible(labels[out_token].strip())}” " if out_token is not None and len(labels) > 1 else ""
+    return at + within(text if isinstance(text, str) else " ".join(context.tokens))

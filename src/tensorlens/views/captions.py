@@ -163,7 +163,8 @@ def sum_lines(
     logits: Any = meta.get("logit")
     if not is_by_output("logit", logits, len(sums)) or not all(map(_is_number, logits)):
         return ()
-    explained = "the logit difference" if " − " in str(meta.get("target")) else "the logit"
+    target = str(meta.get("target"))
+    explained = "the logit difference" if " − " in target else "the sum of logits" if " + " in target else "the logit"
     lines, what = [], meta["sums_to"] if isinstance(meta.get("sums_to"), str) else explained
     for i, (total, share, logit) in enumerate(zip(sums, bias_share, logits, strict=True)):
         bias = share * logit
