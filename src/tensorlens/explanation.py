@@ -105,9 +105,9 @@ class Explanation(Tabular):
     @property
     def note(self) -> str:
         """How the target was read, such as with a leading space, and how to ask for a masked token; often empty."""
-        if self._asked is None:
-            return ""
         classes, recording = self.tensor.context.classes, self.tensor.operator.recording
+        if self._asked is None or classes is None:
+            return ""
         mask = None if classes.labels or recording.pools else getattr(classes.tokenizer, "mask_token", None)
         is_missing = (
             mask is not None and mask not in self.tensor.out_tokens and not self.tensor.context.meta.get("causal")

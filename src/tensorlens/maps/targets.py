@@ -360,9 +360,9 @@ def default_output(T: Any) -> int:
 
     The last of an encoder is the last token of the text, not the special one after it.
     """
-    tokenizer, grid = getattr(T.context.classes, "tokenizer", None), T.context.meta.get("grid")
-    if getattr(tokenizer, "mask_token", None) in T.out_tokens:
-        return T.out_tokens.index(tokenizer.mask_token)
+    mask, grid = getattr(getattr(T.context.classes, "tokenizer", None), "mask_token", None), T.context.meta.get("grid")
+    if mask in T.out_tokens:
+        return T.out_tokens.index(mask)
     if grid is not None and grid["first"] > 0:
         return 0
     n_out, places = T.shape[0], T.context.meta.get("offsets") or ()  # None for a token that is not text
