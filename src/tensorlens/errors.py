@@ -86,6 +86,11 @@ def check_lens(value: Any) -> None:
         raise InputError(f"Expected a lens; got {type(value).__name__}. Make one: `tensorlens.Lens(model, tokenizer)`.")
 
 
+def words(text: str) -> frozenset[str]:
+    """Names, from a text with spaces between them."""
+    return frozenset(text.split())
+
+
 def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:
     """The error for `feature` when `package`, part of the optional `extra`, is absent."""
     return MissingExtraError(

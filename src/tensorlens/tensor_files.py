@@ -21,13 +21,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, check_choice
+from tensorlens.errors import InputError, check_choice, words
 from tensorlens.files import reading, write_whole
 from tensorlens.maps.targets import Classes, Context
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import Choice, Meeting, Mixture
 from tensorlens.program.program import Constants, Program
-from tensorlens.program.steps import OPERATIONS, Held, Slot, Spec, Step, words
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Spec, Step
 from tensorlens.program.verify import verify
 from tensorlens.recording.calls import ModuleOutput, ModulePlaces
 from tensorlens.recording.conventions import Rules

@@ -15,9 +15,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from tensorlens.errors import words
 from tensorlens.program.marks import Choice, Mixture
 from tensorlens.program.program import Program
-from tensorlens.program.steps import Slot, Step, words
+from tensorlens.program.steps import Slot, Step
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recording import Recording
 from tensorlens.records import Index

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens import tolerances
-from tensorlens.errors import NotLinearError, TensorLensError
+from tensorlens.errors import NotLinearError, TensorLensError, words
 from tensorlens.models.layouts import find_state, is_plain, state_layout
 from tensorlens.models.runner import run, tf32
 from tensorlens.operators.laws import normal
 from tensorlens.operators.plain import as_tokens, body_end
 from tensorlens.program.marks import MOVES
 from tensorlens.program.program import Program
-from tensorlens.program.steps import Slot, words
+from tensorlens.program.steps import Slot
 from tensorlens.recording.calls import BlockCall
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.recorder import record

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorlens.errors import words
 from tensorlens.program.program import Program
-from tensorlens.program.steps import OPERATIONS, Held, Slot, Step, mapped, words
+from tensorlens.program.steps import OPERATIONS, Held, Slot, Step, mapped
 
 
 class Mixture(NamedTuple):

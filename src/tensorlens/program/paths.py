@@ -39,10 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens.errors import AnatomyError
+from tensorlens.errors import AnatomyError, words
 from tensorlens.program.marks import move
 from tensorlens.program.program import Program, filled
-from tensorlens.program.steps import Axes, Held, Step, at_least_float32, leaves, rows_of_attention, words
+from tensorlens.program.steps import Axes, Held, Step, at_least_float32, leaves, rows_of_attention
 
 Kind = Literal["weight", "scale", "token", "gain", "take", "centre"]
 

@@ -113,11 +113,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def words(text: str) -> frozenset[str]:
-    """Names, from a text with spaces between them."""
-    return frozenset(text.split())
-
-
 def at_least_float32(x: Tensor) -> Tensor:
     """Statistics, held factors and folded weights are computed in float32 or better, whatever the storage."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

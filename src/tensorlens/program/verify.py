@@ -6,9 +6,9 @@ knows, its live arguments stand where the table allows them, and it reads only w
 
 from __future__ import annotations
 
-from tensorlens.errors import NotLinearError
+from tensorlens.errors import NotLinearError, words
 from tensorlens.program.program import Program
-from tensorlens.program.steps import NOT_PLAIN, Slot, Step, leaves, words
+from tensorlens.program.steps import NOT_PLAIN, Slot, Step, leaves
 
 TOGETHER = {
     0: "reshape permute expand cast index narrow select index_select gather cat stack flip repeat_interleave triangle "

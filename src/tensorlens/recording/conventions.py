@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, Literal, get_args
 
-from tensorlens.errors import InputError, check_choice
-from tensorlens.program.steps import words
+from tensorlens.errors import InputError, check_choice, words
 from tensorlens.views.printing import Printed
 
 Attention = Literal["hold", "half", "taylor"]

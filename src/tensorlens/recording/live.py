@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from typing_extensions import TypeIs
 
-from tensorlens.errors import NotLinearError
-from tensorlens.program.steps import Slot, Spec, words
+from tensorlens.errors import NotLinearError, words
+from tensorlens.program.steps import Slot, Spec
 from tensorlens.recording.conventions import Role
 from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tensorlens.errors import InputError
-from tensorlens.program.steps import words
+from tensorlens.errors import InputError, words
 
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Any])
 TableRule = Callable[[Any, Any, str, tuple[Any, ...], dict[str, Any]], Any]

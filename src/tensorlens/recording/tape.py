@@ -18,9 +18,9 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorlens.errors import NotLinearError
+from tensorlens.errors import NotLinearError, words
 from tensorlens.program.marks import Meeting, Mixture
-from tensorlens.program.steps import Held, Slot, Spec, Step, leaves, mapped, words
+from tensorlens.program.steps import Held, Slot, Spec, Step, leaves, mapped
 from tensorlens.recording.conventions import KEEPS_ROLE, Role, Rules
 from tensorlens.recording.live import (
     PLAIN,

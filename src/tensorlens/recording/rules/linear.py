@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tensorlens.errors import NotLinearError
-from tensorlens.program.steps import LINEAR_FUNCTIONS, leaves, mapped, words
+from tensorlens.errors import NotLinearError, words
+from tensorlens.program.steps import LINEAR_FUNCTIONS, leaves, mapped
 from tensorlens.recording.conventions import Role, after_linear
 from tensorlens.recording.live import (
     FOLLOWED,
