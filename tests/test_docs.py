@@ -117,7 +117,8 @@ def test_python_snippets_run(page):
 def test_shell_snippets_run(page):
     lines = [line for block in blocks(page.read_text("utf-8"), "bash") for line in block.source.splitlines()]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    modules = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of `bench`, which is run in a clone
+    environment = os.environ | {"PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
     started = []
     for line in lines:
         line = line.partition(" # ")[0].strip()
@@ -128,7 +129,7 @@ def test_shell_snippets_run(page):
         words = shlex.split(line.rstrip("& "))
         own = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
         command = words[len(own) :]
-        assert command[0] == "tensorlens", f"{_name(page)}: {line}"
+        assert command[0] == "tensorlens" or command[:3] == ["python", "-m", "bench"], f"{_name(page)}: {line}"
         process = subprocess.Popen(command, env=environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         started.append((line, process))
         if not in_background:
@@ -137,6 +138,16 @@ def test_shell_snippets_run(page):
                 assert waiting.returncode == 0, f"{begun}\n{output.decode()[-3000:]}"
             started = []
     assert not started
+
+
+def test_files_on_pages_are_valid(tmp_path):
+    from tensorlens.studies.paper.protocol import Protocol, read_protocol
+
+    (protocol,) = blocks((DOCS / "how-to" / "paper.md").read_text("utf-8"), "toml")
+    (tmp_path / "mine.toml").write_text(protocol.source, "utf-8")
+    assert read_protocol(tmp_path / "mine.toml") != Protocol()
+    (rows,) = blocks((DOCS / "how-to" / "judge-of-your-own.md").read_text("utf-8"), "csv")
+    assert {*rows.source.splitlines()} <= {*(ROOT / "examples" / "judge" / "capitals.csv").read_text("utf-8").splitlines()}
 
 
 def test_pages_import_public_names_only():

@@ -30,7 +30,7 @@ class Grid {
     this.onPoint?.(row, column);
   }
 
-  // Scores beyond `most` wear the colour of `most`. Columns of different `kinds` have scales of their own.
+  // Scores beyond `most` have the colour of `most`. Columns of different `kinds` have scales of their own.
   draw(cells, shade, most = 0, kinds = null) {
     const { canvas, rows, columns, cell, height, left, bottom } = this;
     const ratio = window.devicePixelRatio || 1;

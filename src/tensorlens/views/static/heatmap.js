@@ -175,7 +175,7 @@ class HeatMap {
     this.redraw();
   }
 
-  // A plain wheel scrolls the page around the map; only with Ctrl (or a pinch) it zooms.
+  // A plain wheel scrolls the page around the map; it zooms only with Ctrl or a pinch.
   wheel(event, at) {
     if (!event.ctrlKey && !event.metaKey) return;
     event.preventDefault();

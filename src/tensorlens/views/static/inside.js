@@ -215,7 +215,7 @@ class Inside {
   }
 }
 
-// Of all pairs that have a name on both sides: many weak ones may add up to more.
+// The strongest pair with a name on both sides; unnamed sums of many weak pairs may be larger.
 function strongestOf({ rows, columns, cells }) {
   const isNamed = (name) => !/^\d+ others$/.test(name);
   let best = { row: rows[0], column: columns[0], score: 0 };

@@ -5,7 +5,7 @@ const isReadable = (name) => !/[⟨⟩\ufffd]/.test(name);
 // Double quotes and backslashes are escaped in Python as in JSON.
 const literal = (text) => JSON.stringify(text);
 
-// Single quotes hold everything but themselves.
+// Single quotes may contain everything but themselves.
 const shell = (text) => (/^[\w.:,/@%+-]+$/.test(text) && !text.startsWith("-") ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 // A piece of a character has no name that can be typed; its number serves.
