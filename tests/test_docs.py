@@ -147,7 +147,9 @@ def test_files_on_pages_are_valid(tmp_path):
     (tmp_path / "mine.toml").write_text(protocol.source, "utf-8")
     assert read_protocol(tmp_path / "mine.toml") != Protocol()
     (rows,) = blocks((DOCS / "how-to" / "judge-of-your-own.md").read_text("utf-8"), "csv")
-    assert {*rows.source.splitlines()} <= {*(ROOT / "examples" / "judge" / "capitals.csv").read_text("utf-8").splitlines()}
+    assert {*rows.source.splitlines()} <= {
+        *(ROOT / "examples" / "judge" / "capitals.csv").read_text("utf-8").splitlines()
+    }
 
 
 def test_pages_import_public_names_only():

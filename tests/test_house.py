@@ -53,6 +53,8 @@ PLAIN_ENGLISH = {
     r"\bhand(?:s|ed)? on\b": "passes on",
     r"\b(?:and|or) (?:its |their )?kin\b": "and similar ones",
     r"\btak(?:e|es|en|ing) apart\b": "split",
+    r'"""What (?![^"\n]*\?)': "a noun: the content, the options, the result",
+    r"\bask (?:a|the) lens\b": "call the lens",
     r"\b(?:lies|stands) behind\b": "name the relation: belongs to, explains, follows",
 }
 """Patterns of translated English, and what a native writer says instead."""

@@ -87,7 +87,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What to do with inputs that the model cannot take; see `Lens.maps`."""
+    """The treatment of inputs that the model cannot take; see `Lens.maps`."""
 
     on_error: Literal["raise", "skip"] = "raise"
     skipped: list[tuple[int, str]] = field(default_factory=list)
@@ -326,7 +326,7 @@ def carries_across(recording: Recording) -> bool:
 
 @dataclass(frozen=True)
 class _Learned:
-    """What batches have shown about a model: lists of steps that keep samples apart; bytes per token, by rules."""
+    """Facts that batches have shown about a model: step lists that keep samples apart; bytes per token, by rules."""
 
     separate: set[int] = field(default_factory=set)
     held: dict[Rules, float] = field(default_factory=dict)

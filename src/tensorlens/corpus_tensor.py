@@ -323,7 +323,7 @@ OWN = "tensorlens"
 
 
 def _as_lens(made: CorpusTensor) -> dict[str, Any]:
-    """What the file of a lens holds: `J[n]` leads from what block n gives, the state that enters block n + 1."""
+    """The content of a lens file: `J[n]` leads from the output of block n, the state that enters block n + 1."""
     matrices, first, rules = made.matrices, made.first, made.meta.get("rules")
     jacobians = {first + i - 1: matrix.clone() for i, matrix in enumerate(matrices) if first + i > 0}
     said = {

@@ -35,7 +35,7 @@ WRONG_USE = 2
 STOPPED = 130
 """Exit code that shells expect from a program stopped by Ctrl-C."""
 WrongCommand: Any = typer.BadParameter.__base__
-"""What typer raises for every command that it cannot read; the class has moved between its versions."""
+"""The error that typer raises for every command that it cannot read; the class has moved between its versions."""
 
 
 class _Commands(TyperGroup):
@@ -62,7 +62,7 @@ class _Commands(TyperGroup):
 
 
 def _what_works(error: Any) -> str:
-    """What is wrong with a command as it was typed, and an example of the same command."""
+    """The fault of a command as it was typed, and an example of the same command."""
     message, context = error.format_message(), error.ctx
     if message.startswith("Got unexpected extra argument"):
         message += ". Put a text of several words in quotes."

@@ -207,7 +207,7 @@ def look_inside(asked: Explained, share: float, max_nodes: int, n_whys: int) -> 
 
 
 def head_reads(run: Pass) -> list[HeadRead]:
-    """What each head read from each token, summed over the tokens where it wrote; and its strongest look."""
+    """The amount that each head read from each token, summed over the tokens where it wrote; and its strongest look."""
     if run.n_tokens > MOST_READ or run.recording.n_encoder_blocks or run.operator.heads or run.start:
         return []
     found: list[HeadRead] = []

@@ -51,14 +51,14 @@ class InsideQuestions(ABC):
         Args:
             out_token: The output to explain; a head that reads the whole input at once has only one.
             target: As for `map`; None explains the model's own prediction. `Dictionary.feature` gives a feature as the
-                target, of which the earlier components are explained.
+                target, which the earlier components explain.
             effect: ``"total"``: $e_c = ⟨\partial t/\partial y_c, y_c⟩$, all paths from a component to the target.
                 ``"direct"``: the path along the residual stream alone; these sum to the target.
             neurons: Blocks whose feed-forwards are split into neurons: the channels that enter their last matrix.
             experts: Blocks whose feed-forwards are split into the chosen experts; elsewhere a mixture of experts is one
                 feed-forward.
-            features: Dictionaries by block. They replace what they decompose by active features, the decoder's bias and
-                the error, which sum to it; `meta["error_share"]` is the error's share of its variance.
+            features: Dictionaries by block. They replace what they decompose with active features, the decoder's bias
+                and the error, which sum to it; `meta["error_share"]` is the error's share of its variance.
         """
         start, stop = self.operator.span
         named = [check_iterable(some, name, "blocks") for name, some in (("neurons", neurons), ("experts", experts))]

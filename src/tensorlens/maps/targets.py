@@ -1,4 +1,4 @@
-"""What is asked: defaults, targets as weights on logits, and the question in one sentence.
+"""The question: defaults, targets as weights on logits, and the question in one sentence.
 
 All code that answers questions fills in here what was left open (method, output, prediction), and the signatures of
 users' functions take their defaults from here. `Context` has the names of tokens and classes.

@@ -129,7 +129,7 @@ def readout_layout(readout: Tensor, n_samples: int, n_tokens: int, *, is_read: b
         is_read: Whether an unembedding reads it, which may take some of the tokens alone.
 
     Returns:
-        None for logits of which it is not known which belong to which token.
+        None for logits whose tokens are not known.
     """
     if readout.dim() == 2 and readout.shape[0] != n_samples and readout.shape[0] % n_samples == 0:
         readout = readout.reshape(n_samples, -1, readout.shape[1])

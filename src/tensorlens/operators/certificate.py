@@ -37,7 +37,7 @@ class Certificate(Printed):
     Attributes:
         errors: By law: `value`, `structure`, `capture`, `linearity`, `adjoint`, `completeness`, `composition`,
             `logits`; for a model in half precision also linearity and adjoint of some blocks in float32.
-        tolerance: What is accepted for this type of numbers.
+        tolerance: The accepted error for this type of numbers.
         rules: The modules in which each rule fired.
         conventions: Products of two live tensors that T carries and whose roles are a choice: the modules, by
             convention.
@@ -78,7 +78,7 @@ class Certificate(Printed):
 
     @property
     def verdict(self) -> dict[str, Any]:
-        """What maps record of it."""
+        """The part that maps record."""
         return {"passed": self.passed, "errors": self.errors}
 
     def accepted(self, law: str) -> float:

@@ -76,7 +76,7 @@ class Pooling:
         projections: Dense layers after it.
         normalised: Whether the vector is divided by its norm.
         longest: How many tokens of a text the encoder reads.
-        prompt: What it puts before every text.
+        prompt: The text that the encoder puts before every text.
     """
 
     kind: str
@@ -126,7 +126,7 @@ def find_pooling(name: str | None, model: nn.Module, recording: Recording, aroun
         name: One of `POOLINGS`, or None for the model's own.
         model: The model.
         recording: Its pass.
-        around: What a `SentenceTransformer` does around the model; looked for beside the weights if None.
+        around: The modules of a `SentenceTransformer` around the model; looked for beside the weights if None.
     """
     if len(recording.slots[0]) > 1:
         raise InputError(
@@ -187,7 +187,7 @@ Module = tuple[str, Mapping[str, Any], Mapping[str, Tensor]]
 
 
 class Around(NamedTuple):
-    """What an encoder does around its Transformer: the modules behind it; and to a text before it (see `Pooling`)."""
+    """The encoder around its Transformer: the modules after it, and changes to a text before it (see `Pooling`)."""
 
     modules: list[Module]
     longest: int | None

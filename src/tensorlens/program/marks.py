@@ -16,7 +16,7 @@ class Mixture(NamedTuple):
     r"""Attention times values: $\sum_j A_{h,ij} v_{h,j}$.
 
     Attributes:
-        slot: What it gave.
+        slot: Its result.
         block: The block.
         module: Path of the module.
         values: The values.

@@ -155,7 +155,7 @@ class AttentionStep:
     """Attention times values.
 
     Attributes:
-        slot: What it gave.
+        slot: Its result.
         shape: Samples, heads, tokens, channels of a head.
         values: The values: (row, head · channel of a head); values that heads share are repeated.
         matrix: Gives A as (sample, head, out_token, in_token).
@@ -264,7 +264,7 @@ class StepReader:
 
         Args:
             slot: Its result.
-            values: What is mixed.
+            values: The values that are mixed.
             form: Gives the attention matrices (…, out_token, in_token).
         """
         if self.mixing is not None:

@@ -456,9 +456,9 @@ OPERATIONS |= {name: Operation(run, joint=JOINT.get(name, (0,))) for name, run i
 
 # Kept whole -----------------------------------------------------------------------------------------------------------
 #
-# Norms, softmax, attention. `derivative` replaces any torch kernel by its derivative at X, for functions that are rare
-# or have no simple form: backwards by torch's backward pass, forwards by the derivative of that. Only the kernel's name
-# is kept, so a program with such a step is data like any other.
+# Norms, softmax, attention. `derivative` replaces any torch kernel with its derivative at X, for functions that are
+# rare or have no simple form: backwards by torch's backward pass, forwards by the derivative of that. Only the kernel's
+# name is kept, so a program with such a step is data like any other.
 #
 # Where attention is live, let dx = x - x⁰ and w the weights of `Rules.attention`: 1 for ``taylor``, ½ for ``half``
 # where both factors of a product are live. Then

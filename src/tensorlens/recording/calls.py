@@ -90,7 +90,7 @@ class ModuleCalls:
     Args:
         places: Where modules are.
         run: The tape.
-        at: What to do at modules that are watched.
+        at: The action at modules that are watched.
         watched: The modules that are watched, by identity.
 
     Attributes:

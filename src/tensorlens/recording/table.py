@@ -19,7 +19,7 @@ TableRule = Callable[[Any, Any, str, tuple[Any, ...], dict[str, Any]], Any]
 """Takes the recording, the function, its name, and its arguments."""
 RULES: dict[str, TableRule] = {}
 ANY_KERNEL = "any_kernel"
-"""The name of the rule that replaces any kernel by its derivative, for rule sets that follow derivatives."""
+"""The name of the rule that replaces any kernel with its derivative, for rule sets that follow derivatives."""
 OF_VALUE: set[TableRule] = set()
 """Rules that take (run, name, value, args, kwargs), where `value` is the function's own result."""
 

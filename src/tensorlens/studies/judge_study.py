@@ -95,7 +95,7 @@ class Item:
         ids: The tokens that the model is given.
         target: A token, which must be the model's first choice, or a pair whose first must be the likelier one; items
             that the model gets wrong are left out.
-        units: What is ranked: the tokens of each word or sentence. Tokens of no unit are not ranked.
+        units: The units that are ranked: the tokens of each word or sentence. Tokens of no unit are not ranked.
         labels: A name for each unit.
         truth: The answer: for each unit 1 if it is evidence and 0 if not.
         overlap: Words by which the control of word overlap ranks.

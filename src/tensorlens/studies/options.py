@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Everything that the numbers of a study depend on besides model and data."""
 
     def settle(self, **values: Any) -> None:
-        """Replace given values by checked ones; for `__post_init__` alone."""
+        """Replace given values with checked ones; for `__post_init__` alone."""
         for name, value in values.items():
             msgspec.structs.force_setattr(self, name, value)
 
@@ -45,7 +45,7 @@ def chosen_options(kind: type[Chosen], options: Chosen | None, changes: Mapping[
     Args:
         kind: The study's record.
         options: A record, or None for the defaults.
-        changes: What the caller named instead of it, or beside it.
+        changes: Options that the caller named instead of it, or beside it.
 
     Raises:
         InputError: there is no such option, or `options` is another study's.

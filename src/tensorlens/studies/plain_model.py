@@ -150,7 +150,7 @@ BATCH_SIZES = {"cuda": 256, "cpu": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a model makes of a batch, read at one output token.
+    """The outputs of a model for a batch, read at one output token.
 
     Attributes:
         states: $F(X)_o$ after the final norm.

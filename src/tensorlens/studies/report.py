@@ -31,8 +31,8 @@ def resampled_means(values: np.ndarray, seed: int, units: Sequence[Any] | None =
     Args:
         values: One per sample.
         seed: Random seed for the draws.
-        units: What each value belongs to, such as an article: all values of a unit are drawn together. Each value is
-            its own unit if None.
+        units: The unit of each value, such as an article: all values of a unit are drawn together. Each value is its
+            own unit if None.
     """
     _, of = np.unique(np.arange(len(values)) if units is None else np.array(units, dtype=str), return_inverse=True)
     sums, counts = np.bincount(of, values), np.bincount(of)

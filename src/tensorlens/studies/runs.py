@@ -168,7 +168,7 @@ class Run:
     ) -> None:
         """Measure this process's share of the samples that are not on the disk yet.
 
-        A group of which a line is missing is measured as a whole, so a sample is always measured with the same others.
+        A group with a missing line is measured as a whole, so a sample is always measured with the same others.
 
         Args:
             groups: The indices of all samples, over all processes, those that are measured together in one group. They

@@ -201,7 +201,7 @@ COMMON = range(256, 512)
 """Tokens to try: vocabularies begin with special tokens and bytes, followed by the most common tokens."""
 
 NOTE = "sink held"
-"""Note of the step that replaces the first position's values by held ones."""
+"""Note of the step that replaces the first position's values with held ones."""
 
 
 def without_sink(values: Any, axis: int = -2) -> Any:

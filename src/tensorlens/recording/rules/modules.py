@@ -52,7 +52,7 @@ def find_adapter(module: nn.Module, place: str | None = None) -> Adapter | None:
     """The adapter for a module's place in its parent, or for its class or nearest ancestor that has one.
 
     Args:
-        module: What is about to run.
+        module: The module that is about to run.
         place: Class of its parent and the name it has there, ``package.module.Class.attribute``.
     """
     if place in ADAPTERS:

@@ -76,7 +76,7 @@ def slope_of(function: Elementwise, x: Tensor) -> Tensor:
 
 @family(ANY_KERNEL)
 def by_derivative(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Replace a function by its derivative in all live arguments; a function of several kernels, kernel by kernel."""
+    """Replace a function with its derivative in all live arguments; a function of several kernels, kernel by kernel."""
     if not isinstance(function, torch._ops.OpOverload):
         return run.by_kernels(function, args, kwargs)
     if function._schema.is_mutable or torch.Tag.nondeterministic_seeded in function.tags:
@@ -110,7 +110,7 @@ def moving(
         name: Its name in refusals.
         args: Its arguments.
         kwargs: Its named arguments.
-        value: What it gave.
+        value: Its result.
         part: Which of its results this is; None for its only one.
         held: Places of arguments that are held though they are live.
         is_linear: Whether it is linear in what moves, so that nothing is added.

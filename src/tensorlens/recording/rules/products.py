@@ -144,7 +144,7 @@ def product_by_kernel(
         args: Its arguments.
         kwargs: Its named arguments.
         factors: Places of the two.
-        how: What is held where both are live, as in `WEIGHTS`, or ``"both held"``.
+        how: Which factor is held where both are live, as in `WEIGHTS`, or ``"both held"``.
     """
     value = raw(function, *args, **kwargs)
     if not all(is_live(args[place]) for place in factors):

@@ -185,7 +185,7 @@ def perturbation_report(run: Run, summary: dict[str, Any], maps: Sequence[TokenM
 
 
 def curves_panel(title: str, order: Order, metric: str, result: Mapping[str, Any]) -> Panel:
-    """What a figure draws of one result, the best method first."""
+    """The curves that a figure draws of one result, the best method first."""
     curves = {name: result["methods"][name]["curve"] for name in _ranked(order, metric, result)}
     return title, LABELS[metric], curves
 

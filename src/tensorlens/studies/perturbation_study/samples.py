@@ -40,7 +40,7 @@ class SamplePiece:
         name: Where it came from.
         content: Token ids without special tokens, or an image.
         label: Its label; for a window, the token that follows it.
-        unit: What is drawn as a whole when means are resampled, such as an article; None for the sample itself.
+        unit: The unit drawn as a whole when means are resampled, such as an article; None for the sample itself.
         columns: The other columns of its row.
     """
 
@@ -244,7 +244,7 @@ def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
 
 
 class _Samples:
-    """What texts and images have in common."""
+    """The common part of texts and images."""
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
         self.lens, self.options, self.plain = lens, options, PlainModel(lens, options.batch_size)
@@ -463,4 +463,4 @@ class Images(_Samples):
 
 
 Samples = Texts | Images
-"""What the study can perturb."""
+"""Samples that the study can perturb."""

@@ -71,7 +71,7 @@ class Problem:
     Attributes:
         path: The file.
         place: Where in it: a key such as ``samples[3].object``, or the file.
-        message: What was expected and what came.
+        message: The expected value and the given one.
         is_fatal: Whether the relation had to be left out; otherwise only the place was.
     """
 
@@ -138,7 +138,7 @@ def _facts(samples: list[Any], path: Path) -> tuple[tuple[Fact, ...], list[Probl
 
 
 def _problem(path: Path, place: str, error: Exception, *, is_fatal: bool) -> Problem:
-    """What msgspec says, which ends with where: ``- at `$.samples` ``."""
+    """The message of msgspec, which ends with the place: ``- at `$.samples` ``."""
     message, _, where = str(error).partition(" - at `$")
     for regex, words in ((r"'\\S'", "a visible character"), (r"'\\{\\}'", "`{}` in the subject's place")):
         message = message.replace(f"matching regex {regex}", f"with {words}")

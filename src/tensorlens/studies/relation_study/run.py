@@ -162,7 +162,7 @@ class _Decoder:
         run_prompts(self.anatomy, [self.tokens.encode("a")], ())  # raises if it is not a language model
 
     def described(self, problems: list[Problem], relations: list[Relation]) -> list[dict[str, Any]]:
-        """What is wrong with the files, without the folder of the data, which differs from machine to machine."""
+        """The faults of the files, without the folder of the data, which differs from machine to machine."""
         every = [*problems, *(note for relation in relations for note in long_objects(relation, self.tokens))]
         return [asdict(problem) | {"path": "/".join(Path(problem.path).parts[-2:])} for problem in every]
 
