@@ -265,7 +265,12 @@ def test_the_checks_see_what_they_are_for():
         "It hands on a state.",
         "GELU and its kin.",
     )
-    stiff += ("A block taken apart.\nThey go apart.", "What lies behind it.\nIt is behind.")
+    stiff += (
+        "A block taken apart.\nThey go apart.",
+        '"""What it gives."""\n"""What is it? A map."""',
+        "Ask the lens again.",
+    )
+    stiff += ("What lies behind it.\nIt is behind.",)
     for text, pattern in zip(stiff, PLAIN_ENGLISH, strict=True):
         assert lines_with(pattern, text) == [1], text
     bodies = ("run()", "pytest.raises(E)", "check()")
