@@ -234,12 +234,12 @@ def test_what_is_on_the_hub_is_downloaded_once_and_pickles_only_where_nothing_el
 def test_the_accelerator_that_torch_offers_is_the_default(monkeypatch: pytest.MonkeyPatch):
     for found, expected in ((torch.device("mps"), "mps"), (torch.device("xpu", 1), "xpu"), (None, "cpu")):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, found=found: found)
-        assert loading._device(None).type == expected
+        assert loading.chosen_device(None).type == expected
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert loading._device("mps") == torch.device("mps")
+    assert loading.chosen_device("mps") == torch.device("mps")
     with pytest.raises(LoadError, match="torch sees 0 GPUs of this kind"):
-        loading._device("cuda")
+        loading.chosen_device("cuda")
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "nowhere/", "/no/such/folder", "~/nowhere-at-all", Path("nowhere")])

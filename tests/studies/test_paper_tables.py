@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 import zoo
 from one_module_decoder import write_decoder
+from paper_witness import Relation, check_perturbation
 from PIL import Image
 from tiny_language import save_tiny, write_relation
 from tiny_language import tokenizer as byte_tokenizer
@@ -127,102 +128,58 @@ def made(folder, name, data=None, *, limit=4, **options):
     return lines, (folder / "out" / "table.md").read_text()
 
 
-def watched_state(model, inputs, place):
-    """X^N at one token, and the logits that decide, by the model alone."""
-    kept = {}
-    if hasattr(model, "decoder"):  # one module does everything: what the unembedding reads
-        read = model.decoder.to_words.register_forward_pre_hook
-        hook = read(lambda module, args: kept.update(state=args[0]))
-    else:
-        hook = model.base_model.register_forward_hook(lambda module, args, output: kept.update(state=output[0]))
-    logits = model(**inputs).logits[0]
-    hook.remove()
-    return kept["state"][0, place], logits if logits.dim() == 1 else logits[-1]
-
-
-def curves_by_hand(model, clean, masked, scores, maskable, place, label):
-    """HS-MSE, drop of probability and accuracy at 0, 20 and 40 % of the maskable tokens, highest scores first."""
-    state, logits = watched_state(model, clean, place)
-    best = int(logits.argmax())
-    order = sorted(maskable, key=lambda token: (-float(scores[token]), token))
-    found = {"hs_mse": [0.0], "aopc": [0.0], "accuracy": [float(best == label)]}
-    for share in (0.2, 0.4):
-        changed, other = watched_state(model, masked(order[: math.ceil(round(share * len(maskable), 9))]), place)
-        found["hs_mse"].append(float((changed - state).square().mean()))
-        found["aopc"].append(float(logits.softmax(-1)[best] - other.softmax(-1)[best]))
-        found["accuracy"].append(float(int(other.argmax()) == label))
-    return found | {"abs_aopc": [abs(value) for value in found["aopc"]]}
-
-
-def check_curves(line, condition, method, expected):
-    """The curves of a line are those by hand."""
-    found = line["conditions"][condition][method]["most"]
-    assert found.keys() == expected.keys()
-    for metric, curve in expected.items():
-        assert found[metric] == pytest.approx(curve, rel=1e-3, abs=1e-6), metric
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "gemma3", "pythia", "phi", "pico"])
 @torch.no_grad()
 def test_tables_of_texts(tmp_path, name):
     with torch.enable_grad():  # two of them are fine-tuned first
         lines, table = made(tmp_path, name, more=["--trust-remote-code"] if name == "pico" else [])
-    is_trained = name in ("modernbert", "gemma3")
-    where = tmp_path / "out" / "model" if is_trained else tmp_path / "model"
-    model = tl.load(str(where), device="cpu", trust_remote_code=name == "pico")
+    where = tmp_path / "out" / "model" if TABLES[name].trains else tmp_path / "model"
+    lens = tl.load(str(where), device="cpu", trust_remote_code=name == "pico")
     is_encoder, has_reviews = name in ENCODERS, TABLES[name].kind == "imdb"
     assert len(lines) == 4 and {line["n_tokens"] for line in lines} == {10}
-    assert all("label" in line for line in lines)
     if has_reviews:
         assert [line["label"] for line in lines] == [0, 1] * 2  # drawn in turn, though the file is sorted
         assert all(line["columns"]["source"].startswith("page") for line in lines)
-    condition = "token" if is_encoder else "paper-like, token"
-    text = (
-        {
-            line.split(",")[2]: line.split(",")[0]
-            for line in (tmp_path / "data/imdb/reviews.csv").read_text().split("\n")
-        }
-        if has_reviews
-        else {}
-    )
-    place, own = 0 if name in ("bert", "roberta") else -1, tokenizer(wrapped=is_encoder)
+    maskable = {"token": range(1, 9)} if is_encoder else {"paper-like, token": range(10), "strict, token": range(9)}
+    own, samples = tokenizer(wrapped=is_encoder), []
     for line in lines:
-        if has_reviews:
-            inner = own(text[line["columns"]["source"]], add_special_tokens=False)["input_ids"]
-            ids = torch.tensor([[1, *inner[:8], 2] if is_encoder else inner[:10]])
-        else:
-            title, number = line["unit"], int(line["name"].rsplit(" ", 1)[1])
-            body = articles(tmp_path / "data/wikitext-103/wiki.test.tokens")[title.split(" (")[0]]
-            stream = own(" ".join(body))["input_ids"]
-            ids = torch.tensor([stream[10 * number : 10 * number + 10]])
-            assert line["label"] == stream[10 * number + 10]
-        maskable = list(range(1, 9)) if is_encoder else list(range(10))
+        ids = torch.tensor([(review_ids if has_reviews else window_ids)(tmp_path / "data", line, own, is_encoder)])
 
         def masked(tokens, ids=ids):
             other = ids.clone()
             other[0, tokens] = own.mask_token_id
             return {"input_ids": other}
 
-        scores = model({"input_ids": ids}).map("tensor.in_out", place).scores[0]
-        label = int(line["label"])
-        expected = curves_by_hand(model.model, {"input_ids": ids}, masked, scores, maskable, place, label)
-        check_curves(line, condition, "tensor.in_out", expected)
-    heights = [
-        np.trapezoid(one["conditions"][condition]["tensor.in_out"]["most"]["hs_mse"], [0, 0.2, 0.4]) for one in lines
-    ]
-    row = next(row for row in table.splitlines() if row.startswith("| HS-MSE ↑, area"))
-    cells = [cell.strip(" *<u>/") for cell in row.strip("|").split("|")]
-    assert float(cells[2]) == pytest.approx(np.mean(heights), rel=6e-3)
+        place = 0 if name in ("bert", "roberta") else -1
+        samples.append((line, {"input_ids": ids}, masked, place, maskable))
+    check_perturbation(lens, samples, table)
     assert "## Deviations" in table and f"model: {tmp_path / 'model'}" in table
-    if TABLES[name].paper.get("hs_mse"):
-        assert TABLES[name].paper["hs_mse"]["mean.attn"] in table
-    assert (tmp_path / "out" / "figures" / f"{condition.replace(', ', '-')}-hs_mse.pdf").is_file()
+    if TABLES[name].paper:
+        assert TABLES[name].numbers("hs_mse")["mean.attn"] in table
+    first = next(iter(maskable)).replace(", ", "-")
+    assert (tmp_path / "out" / "figures" / f"{first}-hs_mse.pdf").is_file()
     tex = (tmp_path / "out" / "table.tex").read_text()
     assert r"\textbf{" in tex and r"\underline{" in tex and tex.count(r"\begin{") == tex.count(r"\end{") == 2
-    assert ("strict, token" in table) != is_encoder
+
+
+def review_ids(data, line, own, is_encoder):
+    """The ids of a review, cut to 10 tokens."""
+    rows = [row.split(",") for row in (data / "imdb/reviews.csv").read_text().split("\n")]
+    text = next(text for text, _, source in rows if source == line["columns"]["source"])
+    inner = own(text, add_special_tokens=False)["input_ids"]
+    return [1, *inner[:8], 2] if is_encoder else inner[:10]
+
+
+def window_ids(data, line, own, _):
+    """The ids of a window of 10 tokens within its article; its label is the token that follows."""
+    number, body = int(line["name"].rsplit(" ", 1)[1]), articles(data / "wikitext-103/wiki.test.tokens")
+    stream = own(" ".join(body[line["unit"].split(" (")[0]]))["input_ids"]
+    assert line["label"] == stream[10 * number + 10]
+    return stream[10 * number : 10 * number + 10]
 
 
 def articles(path):
+    """The lines of each article, without headings."""
     found, title = {}, None
     for line in path.read_text().splitlines():
         if line.strip().startswith("= = "):
@@ -252,6 +209,7 @@ def test_tables_of_pictures(tmp_path, name):
         tl.load(str(tmp_path / "model"), device="cpu"),
         hf.ViTImageProcessor(size={"height": 8, "width": 8}),
     )
+    samples = []
     for line in lines:
         given = processor(Image.open(tmp_path / "data" / "imagenet" / line["name"]), return_tensors="pt")
 
@@ -262,10 +220,8 @@ def test_tables_of_pictures(tmp_path, name):
                 other[..., 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = -1.0
             return {"pixel_values": other}
 
-        scores = lens(given).map("tensor.in_out", 0).scores[0]
-        expected = curves_by_hand(lens.model, given, masked, scores, [2, 3, 4, 5], 0, int(line["label"]))
-        check_curves(line, "black", "tensor.in_out", expected)
-    assert "accuracy ↓" in table
+        samples.append((line, given, masked, 0, {"black": [2, 3, 4, 5]}))
+    check_perturbation(lens, samples, table)
 
 
 def test_class_folders_are_counted_in_alphabetical_order():
@@ -322,18 +278,31 @@ def test_training_and_test_part_are_found_where_the_reader_finds_them(tmp_path):
 
 def test_relations_by_category_with_error_bars_and_random_baselines(tmp_path):
     model = save_tiny(tmp_path / "model", "neox")
-    lines, table = made(tmp_path, "relations", model=model, limit=1)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    scores = [line["methods"]["tensor.full.beta1@0"]["agreement"] for line in lines]
-    shares = [score.count("1") / len(score) for score in scores]
-    row = next(row for row in table.splitlines() if row.startswith("| Tensor |"))
-    assert f"{np.mean(shares):.3f} ± {np.std(shares):.3f}" in row
-    said = [fact[2] for line in lines for fact in line["facts"]]
-    per_line = [said[i : i + 2] for i in range(0, len(said), 2)]
-    guess = np.mean([sum((some.count(one) / 2) ** 2 for one in set(some)) for some in per_line])
-    assert f"| random guess | {guess:.3f} |" in table
-    assert "Tensor from 0" in table and "LRE from 1" in table and "starting layers (0, 1)" in table
-    assert summary["n_survived"] == 1 and r"\textbf{" in (tmp_path / "out" / "table.tex").read_text()
+    sizes = SMALL["relations"] | {"n_splits": 3, "max_test": 6}
+    lines, table = made(tmp_path, "relations", model=model, limit=1, protocol=small_protocol(tmp_path, relations=sizes))
+    by_hand = Relation(tl.load(model, device="cpu", rules=tl.Rules(include_final_norm=False)))
+    shares = {"Tensor": [], "LRE, β = 2.5": [], "Tensor from 1": [], "random guess": []}
+    for line in lines:
+        (ours, lre, truth), (from_1, *_) = (by_hand.bits(line, start) for start in (0, 1))
+        found = {name: line["methods"][name]["agreement"] for name in line["methods"]}
+        assert (found["tensor.full.beta1@0"], found["lre.fixed@embedding"]) == (ours, lre)
+        assert found["tensor.full.beta1@1"] == from_1
+        guess = sum((truth.count(one) / len(truth)) ** 2 for one in set(truth))
+        scores = (*(bits.count("1") / len(bits) for bits in (ours, lre, from_1)), guess)
+        for name, score in zip(shares, scores, strict=True):
+            shares[name].append(score)
+    rows = {
+        row[0]: row for row in ([cell.strip(" *") for cell in row.split("|")[1:]] for row in table.splitlines()) if row
+    }
+    for name in ("Tensor", "LRE, β = 2.5"):
+        assert rows[name][1] == f"{np.mean(shares[name]):.3f} ± {np.std(shares[name]):.3f}"
+    assert np.mean(shares["Tensor"]) > 0 and np.mean(shares["Tensor"] + shares["LRE, β = 2.5"]) < 1
+    assert rows["random guess"][1] == f"{np.mean(shares['random guess']):.3f}"
+    over_starts = table[table.index("## Over starting layers") :].splitlines()
+    place = over_starts[2].split("|").index(" Tensor from 1 ")
+    assert float(over_starts[4].split("|")[place]) == pytest.approx(np.mean(shares["Tensor from 1"]), abs=1e-3)
+    assert "starting layers (0, 1)" in table and "1 of 1 relations survive" in table
+    assert r"\textbf{" in (tmp_path / "out" / "table.tex").read_text()
 
 
 def test_all_tables_from_one_root_and_a_run_resumes(tmp_path):
@@ -418,7 +387,7 @@ def test_every_setting_of_a_file_is_obeyed_and_said(tmp_path, way):
         found = getattr(table.options, name)
         assert (list(found) if isinstance(found, tuple) else found) == value, name
         assert table.options.limit == 7
-        said = table._said(table.options, {"watched": "", "data": {}}, {"conditions": {}})
+        said = table._said({"watched": "", "data": {}}, {"conditions": {}})
         own = ("methods", "column", "label", "seed")  # what a run is asked for anyway
         assert any(line.startswith(f"{name} = ") for line in said) == (name not in own), name
 
@@ -474,47 +443,109 @@ def test_test_prompts_with_all_examples(tmp_path):
 
 def refused(monkeypatch, name, data, **options):
     """The sentence of a refusal, before any model is loaded."""
-    monkeypatch.setattr("tensorlens.studies.paper.run.load", lambda *_, **__: pytest.fail("a model was loaded"))
+    for loader in (
+        "tensorlens.studies.paper.run.load",
+        "transformers.AutoModelForSequenceClassification.from_pretrained",
+    ):
+        monkeypatch.setattr(loader, lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises((InputError, LoadError)) as caught:
         PaperTable(name, data, options.pop("out", "nowhere"), **options).run()
     assert len(str(caught.value).splitlines()) == 1
     return str(caught.value)
 
 
-def test_bad_input_is_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch):
-    protocol = read_protocol(small_protocol(tmp_path))
-    bert, deit = write_model(tmp_path / "bert", "bert"), write_model(tmp_path / "deit", "deit-base")
-    (tmp_path / "plain.csv").write_text("text\nthe cat sat\n")
-    assert "has none. Add a column called label" in refused(monkeypatch, "bert", tmp_path / "plain.csv", model=bert)
+def test_bad_data_are_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch):
+    protocol, words = read_protocol(small_protocol(tmp_path)), " ".join(WORDS)
+    models = {name: write_model(tmp_path / name, name) for name in ("bert", "deit-base", "modernbert", "pythia")}
+
+    def says(name, data, **options):
+        options = {
+            "model": models["pythia" if name == "relations" else name],
+            "protocol": protocol,
+            "limit": 2,
+        } | options
+        return refused(monkeypatch, name, data, **options)
+
+    def written(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    assert "9 of 9 in" in says("bert", written("plain.csv", "text\n" + f"{words}\n" * 9))
+    some = written("some.csv", "text,label\n" + f"{words},1\n{words},\n" * 3)
+    assert "3 of 6 in" in says("bert", some) and "Add a column called label" in says("bert", some)
+    stars = written("stars.csv", "text,label\n" + f"{words},7\n" * 4)
+    assert "needs labels 0 and 1, or neg and pos; got 7" in says("modernbert", stars)
+    assert "got a list. Write a line" in says(
+        "bert", written("rows.json", json.dumps([{"text": words, "label": 1}] * 4))
+    )
     pictures = write_classes(tmp_path / "pictures")
     (pictures / "empty").mkdir()
-    assert "class folder 'empty'" in refused(monkeypatch, "deit-base", pictures, model=deit, limit=2)
+    assert "class folder 'empty'" in says("deit-base", pictures)
     (pictures / "empty").rmdir()
-    assert "Pass --limit 6" in refused(monkeypatch, "deit-base", pictures, model=deit)
+    assert "Pass --limit 6" in says("deit-base", pictures, limit=None)
     reviews = write_reviews(tmp_path / "reviews.csv")
-    said = refused(monkeypatch, "bert", reviews, model=bert, protocol=protocol)
-    assert "1000 samples of at least 10 tokens were asked for" in said and "Pass --limit 16" in said
-    assert "there is none" in refused(monkeypatch, "bert", reviews, model=str(tmp_path / "absent"))
-    assert "pass it with --data" in refused(monkeypatch, "deit-base", None, model=deit)
-    assert "there is none at" in refused(monkeypatch, "pythia", tmp_path / "absent.txt", model=bert)
-    assert "needs ImageNet (a folder of pictures by class)" in refused(monkeypatch, "deit-base", reviews, model=deit)
-    assert "TABLE must be one of" in refused(monkeypatch, "gpt", reviews)
+    assert "1000 samples of at least 10 tokens were asked for" in says("bert", reviews, limit=None)
+    assert "Pass --limit 16" in says("bert", reviews, limit=None)
+    assert "pass it with --data" in says("deit-base", None) and "pass it with --data" in says("bert", "")
+    assert "there is none at" in says("pythia", tmp_path / "absent.txt")
+    assert "needs ImageNet (a folder of pictures by class)" in says("deit-base", reviews)
+    assert "needs the relations data set (a folder of files by category)" in says("relations", tmp_path / "no" / "data")
+    broken = written("relations/factual/a.json", "{").parent.parent
+    assert "No relation in" in says("relations", broken) and "a.json: Input data was truncated" in says(
+        "relations", broken
+    )
+    write_data(tmp_path / "root", "imdb")
+    assert "needs WikiText-103" in says("pythia", tmp_path / "root")
+
+
+def test_bad_models_and_options_are_one_sentence_before_a_model_is_loaded(tmp_path, monkeypatch):
+    reviews, pictures = write_reviews(tmp_path / "reviews.csv"), write_classes(tmp_path / "pictures")
+    bert, given = write_model(tmp_path / "bert", "bert"), SMALL["perturbation"]
+
+    def says(name="bert", data=reviews, model=bert, **options):
+        protocol = read_protocol(small_protocol(tmp_path, **options.pop("protocol", {})))
+        return refused(monkeypatch, name, data, model=model, protocol=protocol, limit=2, **options)
+
+    assert "there is none" in says(model=str(tmp_path / "absent"))
+    assert "The checkpoint 'step9' was expected" in says(revision="step9")
+    assert "TABLE must be one of" in says("gpt")
+    assert "needs a model of pictures" in says("deit-base", pictures)
+    assert "has no tokenizer" in says(model=write_model(tmp_path / "deit", "deit-base"))
+    pico = write_model(tmp_path / "pico", "pico")
+    assert "pass --trust-remote-code" in says("pico", write_articles(tmp_path / "articles.txt"), pico)
     (tmp_path / "file").write_text("")
-    assert "is a file" in refused(monkeypatch, "bert", reviews, model=bert, out=tmp_path / "file")
-    assert "needs the relations data set (a folder of files by category)" in refused(
-        monkeypatch, "relations", tmp_path / "nothing" / "here", model=bert
+    assert "file' is a file" in says(out=tmp_path / "file") and "file' is a file" in says(
+        out=tmp_path / "file" / "below"
     )
-    pico, articles = write_model(tmp_path / "pico", "pico"), write_articles(tmp_path / "articles.txt")
-    assert "pass --trust-remote-code" in refused(monkeypatch, "pico", articles, model=pico)
-    root = tmp_path / "root"
-    write_data(root, "imdb")
-    assert "needs WikiText-103" in refused(monkeypatch, "pythia", root, model=bert)
-    (tmp_path / "stars.csv").write_text("text,label\n" + "the cat sat on a mat and saw red green birds fly,7\n" * 4)
+    assert "`seed` of at least 0" in says(seed=-1)
+    assert "torch sees 0 GPUs" in says(device="mps" if torch.cuda.is_available() else "cuda")
+    assert "`replacements` among token" in says(protocol={"perturbation": given | {"replacements": ["black"]}})
+    for changes, said in (
+        ({"tables": {"brt": {}}}, "got 'brt'. Did you mean 'bert'?"),
+        ({"tables": {"pico": {"wach": "first"}}}, "unknown field `wach`"),
+        ({"perturbation": {"keep_first": -1}}, "`keep_first` of at least 0"),
+        ({"relations": {"starts": [-1]}}, "such as (0,); got (-1,)"),
+        ({"training": {"epochs": -1}}, "`epochs` of at least 0"),
+        ({"training": {"learning_rate": -1.0}}, "`learning_rate` of at least 0"),
+    ):
+        with pytest.raises(InputError) as caught:
+            read_protocol(small_protocol(tmp_path, **changes))
+        assert said in str(caught.value)
     modern = write_model(tmp_path / "modern", "modernbert")
-    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: 1 / 0)
-    assert "needs labels 0 and 1, or neg and pos; got 7" in refused(
-        monkeypatch, "modernbert", tmp_path / "stars.csv", model=modern, protocol=protocol, limit=2, out=tmp_path / "o"
-    )
+    weights = tmp_path / "modern" / "model.safetensors"
+    assert "fine-tunes it before measuring" in says("modernbert", model=modern, protocol={"training": {"epochs": 0}})
+    weights.write_bytes(weights.read_bytes()[:999])
+    monkeypatch.undo()
+    with pytest.raises(LoadError, match="the checkpoint could not be read"):
+        PaperTable(
+            "modernbert",
+            reviews,
+            tmp_path / "o",
+            model=modern,
+            protocol=read_protocol(small_protocol(tmp_path)),
+            limit=2,
+        ).run()
 
 
 def test_a_wrong_study_folder_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):

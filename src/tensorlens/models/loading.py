@@ -47,7 +47,7 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16")
 # Parts that no hidden state passes through, so a checkpoint without them counts as complete.
 _UNUSED_PARTS = ("pooler", "mask_token")
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -100,7 +100,7 @@ def load_pretrained(
             model = _load_model(name, folder, config, options)
             processor = _load_processor(name, folder, model, trust_remote_code)
     if device_map is None:
-        model = model.to(_device(device))  # pyright: ignore[reportArgumentType]
+        model = model.to(chosen_device(device))  # pyright: ignore[reportArgumentType]
     return Loaded(model=model.eval().requires_grad_(False), processor=processor, name=str(name))
 
 
@@ -114,7 +114,7 @@ def _options(
     """Keyword arguments for `from_pretrained`, all checked before anything is read."""
     if device_map is not None and device is not None:
         raise LoadError(f"Either device= or device_map= places a model; got {device!r} and {device_map!r}. Drop one.")
-    _device(device)
+    chosen_device(device)
     options: dict[str, Any] = {"dtype": _dtype(dtype), "trust_remote_code": trust_remote_code}
     if attention is not None:
         options["attn_implementation"] = _attention(attention)
@@ -125,7 +125,8 @@ def _options(
     return options
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def chosen_device(device: str | torch.device | None) -> torch.device:
+    """The device of a name, or the accelerator that torch finds; one that is not here is refused."""
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -313,13 +314,13 @@ def _load_processor(name: str | Path, folder: Path, model: PreTrainedModel, trus
     import transformers
 
     readers: list[Any] = [
-        ((_TOKENIZER_FILES,), transformers.AutoTokenizer.from_pretrained),
+        ((TOKENIZER_FILES,), transformers.AutoTokenizer.from_pretrained),
         ((_IMAGE_FILES,), _read_image_processor),
     ]
     if model.main_input_name == "pixel_values":
         readers.reverse()
     elif "pixel_values" in forward_parameters(model):
-        readers.insert(0, ((_TOKENIZER_FILES, _IMAGE_FILES), transformers.AutoProcessor.from_pretrained))
+        readers.insert(0, ((TOKENIZER_FILES, _IMAGE_FILES), transformers.AutoProcessor.from_pretrained))
     for kinds, read in readers:
         if all(any((folder / file).is_file() for file in files) for files in kinds):
             with foreign_reader(lambda said: f"{name}: the tokenizer or image processor could not be read: {said}"):

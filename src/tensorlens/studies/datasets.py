@@ -342,6 +342,10 @@ def _json_rows(path: Path) -> Iterator[Row]:
                 raise InputError(
                     f"Expected JSON in {path}, line {number}, one object per line; got: {error}."
                 ) from error
+            if isinstance(row, list):
+                raise InputError(
+                    f"Expected one object per line in {path}; got a list. Write a line for each of its items."
+                )
             yield row if isinstance(row, dict) else {"text": row}
 
 

@@ -28,12 +28,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name, value in values.items():
             msgspec.structs.force_setattr(self, name, value)
 
-    def check_positive(self, *names: str) -> None:
-        """Refuse numbers below 1; None means no limit."""
+    def check_positive(self, *names: str, least: int = 1) -> None:
+        """Refuse numbers below 1, or below `least`; None means no limit."""
         for name in names:
             number = getattr(self, name)
-            if number is not None and number < 1:
-                raise InputError(f"Expected `{name}` of at least 1; got {number}.")
+            if number is not None and number < least:
+                raise InputError(f"Expected `{name}` of at least {least}; got {number}.")
 
 
 Chosen = TypeVar("Chosen", bound=Options)

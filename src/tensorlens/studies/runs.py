@@ -102,8 +102,9 @@ def best_first(methods: Mapping[str, Any], *, largest: bool) -> list[str]:
 def check_run_folder(folder: str | Path, study: str) -> None:
     """Refuse a folder that cannot hold a run of this study; commands ask before they load a model."""
     folder, config = Path(folder), Path(folder) / "config.json"
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"Expected a folder for the run; {str(folder)!r} is a file.")
+    taken = next((one for one in (folder, *folder.parents) if one.exists() and not one.is_dir()), None)
+    if taken is not None:
+        raise InputError(f"Expected a folder for the run; {str(taken)!r} is a file.")
     found = read_run_file(config, "Choose another folder.", _ConfigFile)["study"] if config.exists() else study
     if found != study:
         raise InputError(f"Expected a folder of a {study} run, or a new one; {str(folder)!r} holds a run of {found}.")

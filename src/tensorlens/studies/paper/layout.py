@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorlens.errors import MissingExtraError
 from tensorlens.files import write_whole
-from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR
+from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR, TableSettings
 from tensorlens.studies.perturbation_study.measures import RISING
 from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
 from tensorlens.studies.relation_study.report import relation_table, start_table, survival
@@ -40,6 +40,15 @@ TEX = (
 Rows = list[dict[str, str]]
 
 
+class About(NamedTuple):
+    """What stands around a table."""
+
+    table: TableSettings
+    line: str
+    deviations: Sequence[str]
+    left_open: Sequence[str]
+
+
 def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, str]:
     """Each value to three digits, the best bold and the second underlined; none of them where all are equal."""
     shown = {name: f"{value:.3g}" for name, value in values.items()}
@@ -50,7 +59,7 @@ def marked(values: Mapping[str, float], *, largest: bool) -> dict[str, str]:
     return {name: marks.get(float(text), "{}").format(text) for name, text in shown.items()}
 
 
-def condition_rows(found: Mapping[str, Any], paper: Mapping[str, Mapping[str, str]], shown: Sequence[str]) -> Rows:
+def condition_rows(found: Mapping[str, Any], table: TableSettings, shown: Sequence[str]) -> Rows:
     """For each metric our numbers on both scales, then the paper's; columns are methods."""
     rows: Rows = []
     for metric, label in METRIC_NAMES.items():
@@ -63,18 +72,18 @@ def condition_rows(found: Mapping[str, Any], paper: Mapping[str, Mapping[str, st
             best = marked(values, largest=metric in RISING)
             cells = {name: best.get(name, NOT_APPLICABLE) for name in shown}
             rows.append({"": f"{label} {arrow}, {words}"} | cells)
-        if paper.get(metric):
-            rows.append({"": f"{label}, the paper"} | {name: paper[metric].get(name, "–") for name in shown})
+        if paper := table.numbers(metric):
+            rows.append({"": f"{label}, the paper"} | {name: paper[name] for name in shown})
     return rows
 
 
-def tex_table(parts: Sequence[Rows], about: Mapping[str, Any], columns: str, heads: Sequence[Sequence[str]]) -> str:
+def tex_table(parts: Sequence[Rows], about: About, columns: str, heads: Sequence[Sequence[str]]) -> str:
     """The same rows as LaTeX, with a rule between parts and the deviations in the caption."""
     lines = [r"\toprule", *(" & ".join(head) + r" \\" for head in heads)]
     for rows in parts:
         lines += [r"\midrule", *(" & ".join(map(_tex, row.values())) + r" \\" for row in rows)]
-    said = " ".join([about["line"], *(f"Deviation: {line}." for line in about["deviations"])])
-    caption = rf"\caption{{\textbf{{{about['title']}.}} {_tex(re.sub(r'[{}]', ' ', said.replace(chr(92), '/')))}}}"
+    said = " ".join([about.line, *(f"Deviation: {line}." for line in about.deviations)])
+    caption = rf"\caption{{\textbf{{{about.table.title}.}} {_tex(re.sub(r'[{}]', ' ', said.replace(chr(92), '/')))}}}"
     inner = [rf"\begin{{tabular}}{{{columns}}}", *lines, r"\bottomrule", r"\end{tabular}", caption]
     return "\n".join([r"\begin{table*}[t]", r"\centering", r"\small", *inner, r"\end{table*}"]) + "\n"
 
@@ -85,12 +94,12 @@ def _tex(text: str) -> str:
     return text
 
 
-def perturbation_texts(about: Mapping[str, Any], summary: Mapping[str, Any], shown: Sequence[str]) -> dict[str, str]:
+def perturbation_texts(about: About, summary: Mapping[str, Any], shown: Sequence[str]) -> dict[str, str]:
     """By suffix: one table per condition, then controls and differences, deviations and what was left open."""
-    parts, tables = [f"# {about['title']}", about["line"]], []
+    parts, tables = [f"# {about.table.title}", about.line], []
     heads = {"": ""} | {name: f"{name.split('.')[0].capitalize()} {NAMES[name]}" for name in shown}
     for condition, found in summary["conditions"].items():
-        rows = condition_rows(found, about["paper"], shown)
+        rows = condition_rows(found, about.table, shown)
         tables.append([{"of": condition if i == 0 else ""} | row for i, row in enumerate(rows)])
         named = [{heads[key]: cell for key, cell in row.items()} for row in rows]
         parts += [f"## {condition}", markdown(named), markdown(_detail(found, shown))]
@@ -125,12 +134,12 @@ def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, st
     return rows
 
 
-def _ending(about: Mapping[str, Any]) -> list[str]:
-    parts = ["## Deviations", "\n".join(f"- {line}" for line in about["deviations"]) or "- none"]
+def _ending(about: About) -> list[str]:
+    parts = ["## Deviations", "\n".join(f"- {line}" for line in about.deviations) or "- none"]
     return [
         *parts,
         "## What the paper leaves open, and what was taken",
-        "\n".join(f"- {line}" for line in about["open"]),
+        "\n".join(f"- {line}" for line in about.left_open),
     ]
 
 
@@ -166,10 +175,10 @@ def relation_rows(summary: Mapping[str, Any]) -> Rows:
     return rows
 
 
-def relation_texts(about: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
+def relation_texts(about: About, summary: Mapping[str, Any], _: Sequence[str] = ()) -> dict[str, str]:
     """By suffix: accuracies with error bars and random baselines; in Markdown by relation and over starts too."""
     rows = relation_rows(summary)
-    parts = [f"# {about['title']}", about["line"], survival(dict(summary))]
+    parts = [f"# {about.table.title}", about.line, survival(dict(summary))]
     parts += ["\n".join(f"- left out: {key}: {reason}" for key, reason in summary["left_out"].items())]
     if summary["relations"]:
         parts += [

@@ -1,4 +1,4 @@
-"""The paper's protocol as a record and a file, with our choice where the paper leaves something open.
+"""The paper's tables, and its protocol as a record and a file, with our choice where the paper leaves something open.
 
 A file (.json or .toml) can replace any part of `Protocol`; the rest keeps the values given here.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.studies.options import Chosen, Options
+from tensorlens.studies.options import Chosen, Options, checked_names
 from tensorlens.studies.perturbation_study.run import PerturbationOptions
 from tensorlens.studies.relation_study.run import RelationOptions
 
@@ -20,6 +20,38 @@ MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
 TENSOR = ("tensor.norm", "tensor.in_out", "tensor.in_class")
 BASELINES = tuple(f"{join}.{measure}" for join in ("rollout", "mean") for measure in MEASURES)
 CONTROLS = ("control.random", "control.recency", "control.position", "control.embedding_norm")
+
+
+class TableSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the paper's tables or figures.
+
+    Attributes:
+        title: Model and data.
+        model: Its hub id.
+        kind: Its data.
+        options: Single options of the protocol that are this table's own.
+        paper: By metric the paper's numbers, in the order of its columns.
+        notes: Notes for the reader.
+        trains: Whether the model is fine-tuned first.
+    """
+
+    title: str
+    model: str
+    kind: Literal["imagenet", "imdb", "wikitext", "relations"]
+    options: dict[str, Any] = {}
+    paper: dict[str, str] = {}
+    notes: list[str] = []
+    trains: bool = False
+
+    def numbers(self, metric: str) -> dict[str, str]:
+        """The paper's numbers by method; empty if it has none."""
+        row = self.paper.get(metric)
+        return {} if row is None else dict(zip((*TENSOR, *BASELINES), row.split(", "), strict=True))
+
+
+TABLES: dict[str, TableSettings] = msgspec.toml.decode(
+    Path(__file__).with_name("tables.toml").read_bytes(), type=dict[str, TableSettings]
+)
 
 
 class Training(Options, frozen=True, kw_only=True):
@@ -43,6 +75,7 @@ class Training(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_positive("batch_size", "n_tokens", "limit")
+        self.check_positive("epochs", "learning_rate", least=0)
         if not 0 < self.held_out < 1:
             raise InputError(f"Expected `held_out` between 0 and 1; got {self.held_out}.")
 
@@ -56,7 +89,7 @@ class Protocol(Options, frozen=True, kw_only=True):
         perturbation: Grid, replacement, replaceable tokens, watched output, norms.
         relations: Splits, prompts, filters, starting layers.
         training: Fine-tuning of ModernBERT and Gemma3.
-        tables: Options of single tables that differ, by table.
+        tables: Options of `perturbation` that differ in single tables, by table.
     """
 
     n_samples: int = 1000
@@ -74,6 +107,9 @@ class Protocol(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_positive("n_samples")
+        for name, changes in self.tables.items():
+            checked_names(name, [one for one in TABLES if one != "relations"], "tables")
+            with_changes(self.perturbation, changes)
 
 
 def read_protocol(path: str | Path | None) -> Protocol:
@@ -90,23 +126,26 @@ def read_protocol(path: str | Path | None) -> Protocol:
         raise InputError(f"The protocol {str(path)!r} could not be read: {error}") from error
     if not isinstance(document, dict):
         raise InputError(f"The protocol {str(path)!r} must be an object of settings; got {type(document).__name__}.")
-    return _changed(Protocol(), document, repr(str(path)))
+    try:
+        return _changed(Protocol(), document)
+    except (msgspec.ValidationError, InputError) as error:
+        raise InputError(f"The protocol {str(path)!r} must have the fields of `Protocol`; got: {error}") from error
 
 
 def with_changes(options: PerturbationOptions, *changes: Mapping[str, Any]) -> PerturbationOptions:
     """The same with single options changed, checked as those of a file."""
-    return _changed(options, {name: one for change in changes for name, one in change.items()}, "`tables`")
+    try:
+        return _changed(options, {name: one for change in changes for name, one in change.items()})
+    except msgspec.ValidationError as error:
+        raise InputError(f"{error}") from error
 
 
-def _changed(record: Chosen, changes: Mapping[str, Any], where: str) -> Chosen:
+def _changed(record: Chosen, changes: Mapping[str, Any]) -> Chosen:
     plain = msgspec.to_builtins(record)
     for name, value in changes.items():
         inner = plain.get(name)
         plain[name] = inner | value if isinstance(inner, dict) and isinstance(value, dict) else value
-    try:
-        return msgspec.convert(plain, type(record))
-    except msgspec.ValidationError as error:
-        raise InputError(f"The protocol {where} is invalid: {error}. Use the fields of `Protocol`.") from error
+    return msgspec.convert(plain, type(record))
 
 
 def differences(options: Options, usual: Options) -> list[str]:

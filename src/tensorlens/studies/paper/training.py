@@ -15,10 +15,12 @@ from msgspec import structs
 
 from tensorlens.errors import InputError
 from tensorlens.files import from_json, to_json, write_json
-from tensorlens.models.resolving import local_folder
+from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.paper.protocol import Training
 from tensorlens.studies.perturbation_study.samples import class_index
+from tensorlens.studies.processes import Processes
+from tensorlens.studies.runs import POLL_SECONDS
 
 LABELS = {0: "negative", 1: "positive"}
 LINE_SECONDS = 30.0
@@ -26,38 +28,35 @@ RECORD = "trained.json"
 Pair = tuple[str, int]
 
 
-def is_classifier(model: str, revision: str | None = None) -> bool:
-    """Whether a checkpoint has a head for whole texts, so it was trained before."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(local_folder(model, revision, weights=False))
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
-
-
-def trained(
-    model: str, data: Dataset, held_out: Dataset, folder: Path, options: Training, *, seed: int, device: str | None
-) -> dict[str, Any]:
-    """Train a classifier of sentiment into `folder`, unless it is there already, and return the facts about it.
-
-    Args:
-        model: Folder or hub id of the model without a head.
-        data: Labelled reviews to train on.
-        held_out: Labelled reviews to say its accuracy on.
-        folder: Where it goes, whole or not at all.
-        options: How.
-        seed: Random seed for the order of reviews and the head.
-        device: Where it runs; the accelerator if None.
-
-    Raises:
-        InputError: The protocol forbids training, or labels are not sentiments.
-    """
+def check_training(model: str, options: Training, *parts: Dataset) -> None:
+    """Refuse a model that is not to be trained, and labels that are not sentiments."""
     if not options.epochs:
         raise InputError(
             f"{model} has no head for sentiment; the paper fine-tunes it before measuring. Set training.epochs in "
             "the protocol to 1 or more, or pass a model that was trained with --model."
         )
-    about = {"model": model, "seed": seed, "data": data.fingerprint, **structs.asdict(options)}
+    for part in parts:
+        _pairs(part, None)
+
+
+def trained(
+    model: Path, data: Dataset, held_out: Dataset, folder: Path, options: Training, *, seed: int, device: torch.device
+) -> dict[str, Any]:
+    """Train a classifier of sentiment into `folder`, unless it is there already, and return the facts about it.
+
+    Args:
+        model: Folder of the model without a head.
+        data: Labelled reviews to train on.
+        held_out: Labelled reviews to say its accuracy on.
+        folder: Where it goes, whole or not at all.
+        options: How.
+        seed: Random seed for the order of reviews and the head.
+        device: Where it runs.
+    """
+    about = {"model": str(model), "seed": seed, "data": data.fingerprint, **structs.asdict(options)}
     record = folder / RECORD
+    while not (Processes.from_environment().is_first or record.is_file()):  # the first process trains
+        time.sleep(POLL_SECONDS)
     if record.is_file():
         known = from_json(record.read_bytes())
         if {name: known.get(name) for name in about} == from_json(to_json(about)):
@@ -68,20 +67,20 @@ def trained(
     rows, unseen = (_pairs(one, options.limit) for one in (data, held_out))
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    start = local_folder(model)
     random.seed(seed)
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    made = AutoModelForSequenceClassification.from_pretrained(
-        start, num_labels=2, id2label=LABELS, label2id={name: i for i, name in LABELS.items()}, dtype=torch.float32
-    )
-    made.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    names = {"id2label": LABELS, "label2id": {name: i for i, name in LABELS.items()}}
+    with foreign_reader(lambda said: f"{model}: the checkpoint could not be read: {said}"):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        made = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2, dtype=torch.float32, **names)
+    made.to(device)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     made.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     _train(made, tokenizer, rows, options)
     found = about | {"n_training": len(rows), "n_held_out": len(unseen)}
     found["accuracy"] = _accuracy(made, tokenizer, unseen, options)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     begun = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(begun, ignore_errors=True)
     made.save_pretrained(begun)

@@ -90,6 +90,7 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self.check_positive("limit", "n_random", "norm_probes", "batch_size", "group_size")
+        self.check_positive("seed", "keep_first", least=0)
         for name, known in (("cut", CUTS), ("draw", DRAWS), ("watch", WATCHES)):
             if getattr(self, name) not in known:
                 raise InputError(f"Expected `{name}` among {', '.join(known)}; got {getattr(self, name)!r}.")

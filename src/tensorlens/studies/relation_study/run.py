@@ -96,8 +96,9 @@ class RelationOptions(Options, frozen=True, kw_only=True):
         self.check_positive("n_train", "n_splits", "top_k", "min_test", "max_test", "limit")
         if self.test_examples not in ("m-1", "m"):
             raise InputError(f"Expected `test_examples` to be m-1 or m; got {self.test_examples!r}.")
-        if not self.starts:
-            raise InputError("`starts` must name at least one block to start from, such as (0,); got none.")
+        self.check_positive("seed", least=0)
+        if not self.starts or min(self.starts) < 0:
+            raise InputError(f"`starts` must name at least one block to start from, such as (0,); got {self.starts}.")
 
 
 @own_modes
