@@ -74,7 +74,8 @@ def plain_states(
 
     def enter(n: int, state: Tensor) -> Tensor | None:
         if n in read:
-            states.entering[n] = put.get(n, state).clone()  # the model may write to it
+            states.entering[n] = put.get(n, state).clone()  # the model may write to what it gets
+            return states.entering[n].clone() if grad else put.get(n)  # derivatives are by what was read
         return put.get(n)
 
     def depart(n: int, state: Tensor) -> Tensor | None:
