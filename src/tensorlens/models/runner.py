@@ -63,6 +63,7 @@ def running(
     observer: Observer | None = None,
     modules: Sequence[nn.Module] = (),
     methods_of: Sequence[nn.Module] = (),
+    tree: Mapping[str, nn.Module] | None = None,
 ) -> Iterator[None]:
     """A context in which the model can be called: for inference, in its own precision, without compiled code.
 
@@ -74,16 +75,18 @@ def running(
         observer: Called at module calls; may change their arguments and results.
         modules: The modules at whose calls it is called; all of them if there are none.
         methods_of: Modules whose methods count as calls too; see `observing`.
+        tree: The model's modules, if they are known already.
     """
+    every = list((tree or module_tree(model)).values())
     seen: AbstractContextManager[None] = nullcontext()
     if observer is not None:
-        seen = observing(observer, modules or list(module_tree(model).values()), methods_of)
+        seen = observing(observer, modules or every, methods_of)
     with (
         turn,
         garbage_kept(),
         in_own_precision(),
         torch.set_grad_enabled(grad),
-        evaluating(model),
+        evaluating(every),
         eagerly(),
         seen,
     ):
@@ -449,12 +452,11 @@ _UNTOUCHED = frozenset([int, float, bool, str, type(None), torch.dtype, Function
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """A context without dropout; afterwards each module has its previous mode and data.
 
     A model may write into its buffers, and the next pass must find what this one found.
     """
-    modules = module_tree(model).values()
     training = [module for module in modules if module.training]
     kept = _Kept(modules)
     try:
@@ -495,6 +497,8 @@ class _Kept:
         """Undo what the pass wrote or replaced: numbers that count calls, and tensors left for the next one."""
         for module, before, buffers in self._owned:
             now = module.__dict__
+            if list(now) == list(before) and all(map(operator.is_, now.values(), before.values())):
+                now = {}  # the usual case: nothing was replaced
             for name in now.copy().keys() - _OF_TORCH:
                 value = now[name]
                 if value is before.get(name) or not (isinstance(value, Tensor) or type(value) in (int, float)):

@@ -260,7 +260,7 @@ class BlockCall:
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
         calls = ModuleCalls(places, run)
         try:
-            with running(self.module, observer=calls), recording_on(run):
+            with running(self.module, observer=calls, tree=places.tree), recording_on(run):
                 slot = run.new_slot(spec_of(x))
                 live = self.layout.to_native(run.live(raw(Tensor.clone, x), slot))
                 args, kwargs = put_state(self.args, self.kwargs, live, self.entry)
@@ -320,13 +320,15 @@ class KeptBlocks:
     """The blocks of a recording in progress, and which of their constants are kept.
 
     Args:
-        weights: The model's weights; their device is the one whose memory is budgeted.
+        weights: The model's weights by their names; their device is the one whose memory is budgeted.
     """
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        parameters = [one for one in weights if isinstance(one, nn.Parameter)]
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        parameters = [one for one in weights.values() if isinstance(one, nn.Parameter)]
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         self._device, self._spent, self._budget = device, 0, 0.0
+        self._offloaded = tuple([name for name, one in weights.items() if one.is_meta])
+        """Weights that a hook loads when their module runs."""
         self.calls: list[BlockCall] = []
         self._blocks: list[_Kept] = []
         self._since = self._first = 0
@@ -343,7 +345,8 @@ class KeptBlocks:
         held = [n for n in some if run.constants[n] is not None and n not in run.names]
         size = sum([run.constants[n].nbytes for n in held])  # type: ignore[union-attr]
         # An off-loaded weight is there while its module runs, and would stay as a constant.
-        is_dropped = call.is_closed and (_is_offloaded(call.module) or not self._has_room(size))
+        is_offloaded = any([name.startswith(f"{call.path}.") for name in self._offloaded])
+        is_dropped = call.is_closed and (is_offloaded or not self._has_room(size))
         self._spent += 0 if is_dropped else size
         output = raw(Tensor.clone, output) if is_dropped else None
         self._blocks.append(_Kept(run.steps[self._since :], places, held, output))
@@ -371,11 +374,6 @@ class KeptBlocks:
             return _matched(blocks[n], again.program, again.n_before)
 
         constants.let_go(gone, remake)
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    """Whether a module has weights that a hook loads when it runs."""
-    return any(p.is_meta for p in module.parameters())
 
 
 def _check_same(n: int, again: Tensor, first: Tensor) -> None:

@@ -91,15 +91,15 @@ class Recorder:
         self._encoder = {id(block) for block in anatomy.encoder_blocks}
         self.places = places
         self.calls = ModuleCalls(places, run, self._at, self._watched)
-        self.blocks = KeptBlocks(places.weights.values())
+        self.blocks = KeptBlocks(places.weights)
 
     def go(self) -> Recording | None:
         """Run the model and return the recording; None if no block ran."""
         run, anatomy = self.run, self.anatomy
         try:
             methods_of = anatomy.blocks if anatomy.by_methods else ()
-            modules = [*self.places.tree.values()]
-            of_pass = running(anatomy.model, observer=self.calls, modules=modules, methods_of=methods_of)
+            tree = self.places.tree
+            of_pass = running(anatomy.model, observer=self.calls, methods_of=methods_of, tree=tree)
             with of_pass, recording_on(run):
                 readout = self._run_model()
                 if self.n_entered and self.end is None and anatomy.body_end == "":

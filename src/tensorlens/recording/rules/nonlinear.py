@@ -455,7 +455,7 @@ def layer_norm(
         y = y if weight is None else y * weight
         return y if bias is None else y + bias
     axes = tuple(range(-len(normalized_shape), 0))
-    value, _, inverse = raw(torch.native_layer_norm, input, normalized_shape, value_of(weight), value_of(bias), eps)
+    value, _, inverse = raw(torch.native_layer_norm, input, normalized_shape, weight, bias, eps)
     if inverse.dtype in (torch.float16, torch.bfloat16):
         inverse = raw(_inverse_std, value_of(input), axes, eps)
     return normalised("layer_norm", input, inverse, axes, value, centred=True, weight=weight, bias=bias)
@@ -474,7 +474,7 @@ def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float |
         return raw(torch.rms_norm, input, normalized_shape, None, eps) * weight
     axes = tuple(range(-len(normalized_shape), 0))
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    value = raw(torch.rms_norm, input, normalized_shape, value_of(weight), eps)
+    value = raw(torch.rms_norm, input, normalized_shape, weight, eps)
     inverse = raw(lambda: (at_least_float32(value_of(input)).square().mean(axes, keepdim=True) + eps).rsqrt())
     return normalised("rms_norm", input, inverse, axes, value, centred=False, weight=weight)
 
