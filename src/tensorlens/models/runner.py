@@ -373,15 +373,16 @@ def _call_own(own: Call, _: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def module_tree(model: nn.Module, path: str = "") -> dict[str, nn.Module]:
-    """The modules of a model by path, as in `named_modules`, each once; cached, because every pass needs them."""
+    """The modules of a model by path, as in `named_modules`, each once; faster, because every pass needs them."""
     found, met, waiting = dict[str, nn.Module](), set[int](), [(path, model)]
     while waiting:
         path, module = waiting.pop()
-        if id(module) in met:
+        key = id(module)
+        if key in met:
             continue
-        met.add(id(module))
+        met.add(key)
         found[path] = module
-        for name, child in reversed(module._modules.items()):
+        for name, child in reversed(module._modules.items()) if module._modules else ():
             if child is not None:
                 waiting.append((f"{path}.{name}" if path else name, child))
     return found

@@ -56,7 +56,7 @@ def versions_of(values: Iterable[Tensor | None]) -> list[int | None]:
             found.append(None)
         elif type(value) not in (Tensor, nn.Parameter):
             found.append(value._version)
-        elif value.numel() and value.layout is torch.strided and not value.untyped_storage().nbytes():
+        elif value.layout is torch.strided and not value.untyped_storage().nbytes() and value.numel():
             found.append(-1)
         else:
             found.append(value._version + (_fused_steps[value.untyped_storage()._cdata] if _fused_steps else 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -114,16 +114,17 @@ class ModuleCalls:
 
     def __call__(self, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A module was called."""
-        name = self._names.get(id(module))
+        key = id(module)
+        name = self._names.get(key)
         if name is None:
             return call(module, *args, **kwargs)
         path = self.run.path
         path.append(name)
         try:
-            if id(module) in self.watched and self.at is not None:
+            if key in self.watched and self.at is not None:
                 return self.at(module, name, functools.partial(self._forward, module, call), args, kwargs)
             is_plain = self._plain.get(type(module))
-            if is_plain and "forward" not in module.__dict__ and id(module) not in self._adapted:
+            if is_plain and "forward" not in module.__dict__ and key not in self._adapted:
                 output = call(module, *args, **kwargs)
             else:
                 output = self._forward(module, call, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cache
 from typing import Any, Literal, get_args
 
 from tensorlens.errors import InputError, check_choice, words
@@ -160,11 +161,7 @@ class Rules(Printed):
 
         With a held sink, what `of` takes: ``"paper,sink=hold"``.
         """
-        member = replace(self, sink="live")
-        for name in RULE_SETS:
-            if member == getattr(Rules, name)(include_final_norm=self.include_final_norm):
-                return name if self.sink == "live" else f"{name},sink={self.sink}"
-        return None
+        return _name_of(self)
 
     @property
     def holds_factors(self) -> bool:
@@ -174,6 +171,15 @@ class Rules(Printed):
     def as_dict(self) -> dict[str, str | float]:
         """The choices as plain data, for certificates and saved maps."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@cache
+def _name_of(rules: Rules) -> str | None:
+    member = replace(rules, sink="live")
+    for name in RULE_SETS:
+        if member == getattr(Rules, name)(include_final_norm=rules.include_final_norm):
+            return name if rules.sink == "live" else f"{name},sink={rules.sink}"
+    return None
 
 
 def _temperature(given: Any) -> float:

@@ -144,24 +144,21 @@ class Tape:
             made = value if type(value) is Tensor else raw(Tensor.detach, value)
             spec = _tuple(Spec, (made.shape, made.dtype, made.device))
             stamp = UNCOUNTED if made.is_inference() else made._version
-        coded: list[Any] = []
+        coded: list[Any] = [*args]
         slots: list[int] = []
         held: list[int] = []
         with quiet():
-            for arg in args:
+            for place, arg in enumerate(args):
                 kind = type(arg)
                 if kind is Live:
                     index = arg.slot if arg.stamp >= 0 and arg.stamp == arg._version else self.slot_of(arg)
                     slots.append(index)
-                    coded.append(Slot(index))
-                elif kind in PLAIN or kind is tuple and PLAIN.issuperset(map(type, arg)):
-                    coded.append(arg)
+                    coded[place] = Slot(index)
                 elif kind is Tensor or kind is Parameter:
-                    constant = self.bind(arg)
+                    coded[place] = constant = self.bind(arg)
                     held.append(constant.index)
-                    coded.append(constant)
-                else:
-                    coded.append(self._code(arg, slots, held))
+                elif kind not in PLAIN and not (kind is tuple and PLAIN.issuperset(map(type, arg))):
+                    coded[place] = self._code(arg, slots, held)
         slot = self._n_slots
         self._n_slots = slot + 1
         self.specs[slot] = spec
