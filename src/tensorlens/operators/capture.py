@@ -82,11 +82,6 @@ class Capture:
     jumping: tuple[str, ...] = ()
 
     @property
-    def is_explained(self) -> bool:
-        """Whether a gap may have other reasons than a path that was lost."""
-        return bool(self.by_design or self.jumping)
-
-    @property
     def error(self) -> float | None:
         """The largest gap; None if nothing could be measured."""
         return max([*self.blocks.values(), *([] if self.whole is None else [self.whole])], default=None)

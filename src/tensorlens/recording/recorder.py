@@ -142,10 +142,14 @@ class Recorder:
         if anatomy.has_head:
             n_tokens, is_read = states[-1].shape[1], anatomy.unembedding is not None
             readout = readout_layout(end, run.n_samples, n_tokens, is_read=is_read)
-        run.leave_inference_mode()
+        for n, value in enumerate(run.constants):
+            if value is not None and value.is_inference() and n not in run.names:
+                run.constants[n] = value.clone()  # an ordinary tensor: others may not be differentiated
         held = Constants(run.constants, run.names)
         program = Program(steps=tuple(run.steps), constants=held, specs=run.specs, inputs=inputs, outputs=slots[-1])
         self.blocks.make_fetchable(held, states, run.rules)
+        # A copy, for laws that run the model again: the caller may overwrite theirs.
+        given = {name: raw(Tensor.clone, x) if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
         return Recording(
             program=program,
             states=tuple(states),
@@ -164,7 +168,7 @@ class Recorder:
             gives_raw_logits=anatomy.gives_raw_logits,
             mixes_samples=run.mixes_samples,
             name=type(anatomy.model).__name__,
-            origin=Origin(anatomy, _copied(self.inputs), tuple(self.blocks.calls), Weights(self.places)),
+            origin=Origin(anatomy, given, tuple(self.blocks.calls), Weights(self.places)),
         )
 
     def _head(self, readout: Tensor) -> Head | None:
@@ -381,7 +385,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
         rules: The conventions; the defaults of `Rules` if None.
         n_samples: Number of samples in the inputs.
     """
-    inputs = {name: value.clone() if _is_inference(value) else value for name, value in inputs.items()}
+    inputs = {name: x.clone() if isinstance(x, Tensor) and x.is_inference() else x for name, x in inputs.items()}
     try:
         found = _recorded(anatomy, inputs, rules or Rules(), n_samples)
     except OtherParts:
@@ -433,15 +437,6 @@ def _why_it_stopped(model: nn.Module, error: Exception) -> str:
         f"{type(error).__name__}: {error}. Expected code that accepts tensor subclasses; write that step in plain "
         "torch functions, or register an adapter for its module's class with `tensorlens.adapter`."
     )
-
-
-def _copied(inputs: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the inputs, for laws that run the model again: the caller may overwrite theirs."""
-    return {name: raw(Tensor.clone, x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-
-
-def _is_inference(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_inference()
 
 
 # Before the first block -----------------------------------------------------------------------------------------------

@@ -389,12 +389,6 @@ class Tape:
         with quiet():
             return [n for n, (x, then) in pairs if x is not None and then != UNCOUNTED and x._version != then]
 
-    def leave_inference_mode(self) -> None:
-        """Make ordinary tensors of constants that a model's own inference mode made: others may be differentiated."""
-        for n, value in enumerate(self.constants):
-            if value is not None and value.is_inference() and n not in self.names:
-                self.constants[n] = value.clone()
-
     # Functions --------------------------------------------------------------------------------------------------------
 
     def counted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

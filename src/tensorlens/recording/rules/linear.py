@@ -409,11 +409,8 @@ def poured(x: Any, mask: Any, source: Any) -> Any:
     mask = raw(torch.broadcast_to, value_of(mask), value.shape)
     n = int(raw(Tensor.sum, mask))
     source = source.reshape(-1)[:n]
-    return now.tape.emit("put", value, _expanded_to(x, value), (mask,), source)
-
-
-def _expanded_to(x: Any, value: Tensor) -> Any:
-    return x if x.shape == value.shape else x.expand(value.shape)
+    x = x if x.shape == value.shape else x.expand(value.shape)
+    return now.tape.emit("put", value, x, (mask,), source)
 
 
 @rule("setitem")

@@ -94,20 +94,14 @@ def _has_forward_of(module: nn.Module, cls: type) -> bool:
     return is_own and is_written_there and type(module).forward is forward
 
 
-def _activation(gain: Callable[[Tensor], Tensor]) -> Adapter:
-    """An element-wise activation module with φ(0) = 0 and a gain in closed form."""
+def _activation(gain: Callable[[Tensor], Tensor] | None = None) -> Adapter:
+    """An element-wise activation module with φ(0) = 0, its gain in closed form if there is one."""
 
     def run_activation(run: Any, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
-        return activate(run, type(module).__name__, z, gain, forward) if is_live(z) else forward(z)
+        name, own = type(module).__name__, gain or partial(nonlinear.quotient, forward)
+        return activate(run, name, z, own, forward) if is_live(z) else forward(z)
 
     return run_activation
-
-
-def _quotient_activation(run: Any, module: nn.Module, forward: Callable[..., Any], z: Tensor) -> Any:
-    """An element-wise activation module with φ(0) = 0 and no closed form."""
-    if not is_live(z):
-        return forward(z)
-    return activate(run, type(module).__name__, z, partial(nonlinear.quotient, forward), forward)
 
 
 # GELUs that transformers writes out in Python: products of primitives, which the rules for torch functions would
@@ -154,7 +148,7 @@ adapter(
     "transformers.activations.MishActivation",
     "transformers.activations.XIELUActivation",
     "transformers.activations.ReLUSquaredActivation",
-)(_quotient_activation)
+)(_activation())
 
 
 # Recurrences ----------------------------------------------------------------------------------------------------------

@@ -103,18 +103,10 @@ def moving(
     is_linear: bool = False,
     share: float = 1,
 ) -> Any:
-    """One result of a kernel as a step.
+    """A result of a kernel as a step.
 
-    Args:
-        function: The kernel.
-        name: Its name in refusals.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        value: Its result.
-        part: Which of its results this is; None for its only one.
-        held: Places of arguments that are held though they are live.
-        is_linear: Whether it is linear in what moves, so that nothing is added.
-        share: How much of it follows what moves.
+    `part` says which of several results it is; `held` are places of arguments that are held though they are live. A
+    kernel that is linear in what moves needs nothing added; `share` is how much of it follows what moves.
     """
     run = now.tape
     args = tuple([value_of(arg) if place in held else arg for place, arg in enumerate(args)])

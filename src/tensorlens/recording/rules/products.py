@@ -58,7 +58,7 @@ def multiply(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: di
                 role = Role.ACTIVATED  # z ⊙ σ(z): a swish, spelled out
             factor = value_of(factor)
         return run.emit("mul", value, x if x.spec.dtype is value.dtype else x.to(value.dtype), factor, role=role)
-    if is_same_tensor(a, b):
+    if a is b or run.slot_of(a) == run.slot_of(b) and a.shape == b.shape:
         return power(run, torch.square, "square", (a,), {})
     how = of_product(a.role, b.role, run.rules)
     if how in ("both held", "first held", "second held"):
@@ -99,17 +99,7 @@ def product(
     role: Role | None = None,
     note: str | None = None,
 ) -> Live:
-    r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear function of two live tensors.
-
-    Args:
-        value: The result of the bilinear function.
-        operation: Its name in programs; it takes the two factors.
-        a: The first factor.
-        b: The second factor.
-        how: A key of `WEIGHTS`.
-        role: Role of the result.
-        note: The convention behind it.
-    """
+    r"""$w_a\, a b^0 + w_b\, a^0 b + (1 - w_a - w_b)\, a^0 b^0$: a bilinear operation, with the weights of `WEIGHTS`."""
     run = now.tape
     of_a, of_b = WEIGHTS[how]
     if not of_a:
@@ -128,24 +118,10 @@ def product(
     return run.emit("sub", value, both, raw(Tensor.clone, value), role=role, note=note)
 
 
-def is_same_tensor(a: Any, b: Any) -> bool:
-    """Whether two arguments are one live value."""
-    return a is b or is_live(a) and is_live(b) and now.tape.slot_of(a) == now.tape.slot_of(b) and a.shape == b.shape
-
-
 def product_by_kernel(
     function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], factors: tuple[int, int], how: str
 ) -> Any:
-    """A kernel that is linear in each of two arguments.
-
-    Args:
-        function: The kernel.
-        name: Its name in refusals.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        factors: Places of the two.
-        how: Which factor is held where both are live, as in `WEIGHTS`, or ``"both held"``.
-    """
+    """A kernel that is linear in each of two arguments; `how` both are treated as in `WEIGHTS`, or ``"both held"``."""
     value = raw(function, *args, **kwargs)
     if not all(is_live(args[place]) for place in factors):
         return moving(function, name, args, kwargs, value, is_linear=True)
