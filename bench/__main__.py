@@ -225,14 +225,22 @@ def tables(
         typer.echo(f"{published.everything()}\n\n{claims.table()}")
 
 
+def paper_reactions(path: Annotated[Path, typer.Argument(help="The .csv file.")]) -> None:
+    """Write reactions made from templates, as data for `tensorlens paper bert --model rxnfp`."""
+    from bench.claims import write_reactions
+
+    typer.echo(f"Wrote {write_reactions(path)} reactions")
+
+
 def paper_records(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run of `tensorlens paper` or `perturb`.")],
     name: Annotated[str, typer.Option(help="Model and data: mpnet-imdb, smollm2-wikitext, dinov2-images, …")],
+    by_label: Annotated[bool, typer.Option("--by-label", help="Intervals draw labels, such as templates.")] = False,
 ) -> None:
     """Pack the samples of a run into bench/records/paper, for the table of claims."""
     from bench.claims import pack
 
-    typer.echo(f"Wrote {pack(run, name)}")
+    typer.echo(f"Wrote {pack(run, name, by_label=by_label)}")
 
 
 def families(
@@ -293,6 +301,7 @@ app.command("judge")(with_records(judge))
 app.command("passages")(with_records(passages))
 app.command("keep")(keep)
 app.command("tables")(tables)
+app.command("paper-reactions")(paper_reactions)
 app.command("paper-records")(paper_records)
 app.command("families")(with_records(families))
 

@@ -1,17 +1,20 @@
 """Which claims of the paper hold: one table from published records of runs, without a model.
 
+python -m bench paper-reactions FILE.csv                data for rxnfp: reactions by the templates of the benchmark
 python -m bench paper-records RUN --name mpnet-imdb     pack the samples of a run into bench/records/paper
 python -m bench tables                                  the table from all that is there, with those of the benchmarks
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.judges.reactions import reactions
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
 from tensorlens.files import to_json
@@ -23,11 +26,15 @@ PAGE = DOCS / "results.md"
 COMMANDS = {
     "imdb": "tensorlens paper bert",
     "sentiment": "tensorlens paper modernbert",
+    "reactions": "tensorlens paper bert",
     "images": "tensorlens paper deit-base",
     "wikitext": "tensorlens paper pythia",
     "relations": "tensorlens paper relations",
 }
 """The command that makes a run of each kind."""
+STATES, TUNED = ("imdb",), ("sentiment", "reactions")
+"""Runs on the states of encoders without a classifier, and of models that classify."""
+IN_OUT, NORM = "tensor.in_out", "tensor.norm"
 DATA = ("facts", "train")
 """Fields of a line that repeat the data: they stay out of published records."""
 ENDING = ".jsonl.gz"
@@ -40,7 +47,7 @@ class Claim:
     Attributes:
         says: The claim.
         paper: The paper's number.
-        kind: How names of runs that test it end: model and data with a dash between them.
+        kinds: How names of runs that test it end: model and data with a dash between them.
         method: The method of T that it is about.
         against: The method it is compared with; the best of the eight baselines if None.
         metric: What is measured.
@@ -49,7 +56,7 @@ class Claim:
 
     says: str
     paper: str
-    kind: str
+    kinds: tuple[str, ...]
     method: str
     against: str | None = None
     metric: str = "hs_mse"
@@ -58,56 +65,40 @@ class Claim:
 
 def _decoder(preset: str, metric: str, paper: str) -> Claim:
     said = f"decoders, {preset}: Norm is at the top or second ({metric})"
-    return Claim(says=said, paper=paper, kind="wikitext", method="tensor.norm", metric=metric, preset=preset)
+    return Claim(says=said, paper=paper, kinds=("wikitext",), method="tensor.norm", metric=metric, preset=preset)
 
 
 CLAIMS = (
+    Claim(says="encoders: In+Out is ahead of every baseline", paper="> 0.158, < 0.09", kinds=STATES, method=IN_OUT),
+    Claim(says="encoders: Norm is ahead of every baseline", paper="0.101, < 0.09", kinds=STATES, method=NORM),
+    Claim(says="encoders: In+Out is ahead of Norm", paper="> 0.158, 0.101", kinds=STATES, method=IN_OUT, against=NORM),
+    Claim(says="classifiers: In+Out is ahead of every baseline", paper="0.112, 0.077", kinds=TUNED, method=IN_OUT),
+    Claim(says="classifiers: Norm is ahead of every baseline", paper="0.081, 0.077", kinds=TUNED, method=NORM),
+    Claim(says="classifiers: In+Out is ahead of Norm", paper="0.112, 0.081", kinds=TUNED, method=IN_OUT, against=NORM),
     Claim(
-        says="encoders: In+Out is ahead of every baseline", paper="> 0.158, < 0.09", kind="imdb", method="tensor.in_out"
+        says="classifiers: masking by In+Out lowers accuracy most",
+        paper="defined, not reported",
+        kinds=("sentiment",),
+        method=IN_OUT,
+        metric="accuracy",
     ),
-    Claim(says="encoders: Norm is ahead of every baseline", paper="0.101, < 0.09", kind="imdb", method="tensor.norm"),
-    Claim(
-        says="encoders: In+Out is ahead of Norm",
-        paper="> 0.158, 0.101",
-        kind="imdb",
-        method="tensor.in_out",
-        against="tensor.norm",
-    ),
-    Claim(
-        says="fine-tuned: In+Out is ahead of every baseline",
-        paper="0.112, 0.077",
-        kind="sentiment",
-        method="tensor.in_out",
-    ),
-    Claim(
-        says="fine-tuned: Norm is ahead of every baseline", paper="0.081, 0.077", kind="sentiment", method="tensor.norm"
-    ),
-    Claim(
-        says="pictures: In+Out is ahead of every baseline", paper="> 0.82, < 0.6", kind="images", method="tensor.in_out"
-    ),
-    Claim(says="pictures: Norm is ahead of every baseline", paper="0.66, < 0.6", kind="images", method="tensor.norm"),
+    Claim(says="pictures: In+Out is ahead of every baseline", paper="> 0.82, < 0.6", kinds=("images",), method=IN_OUT),
+    Claim(says="pictures: Norm is ahead of every baseline", paper="0.66, < 0.6", kinds=("images",), method=NORM),
     _decoder("paper-like", "hs_mse", "3.708, 3.708"),
     _decoder("paper-like", "abs_aopc", "0.147, 0.148"),
     _decoder("strict", "hs_mse", "–"),
     Claim(
         says="decoders: means are far ahead of rollouts",
         paper="3.483, 0.306",
-        kind="wikitext",
+        kinds=("wikitext",),
         method="mean.attn",
         against="rollout.attn",
         preset="paper-like",
     ),
     Claim(
-        says="fine-tuned: masking by In+Out lowers accuracy most",
-        paper="defined, not reported",
-        kind="sentiment",
-        method="tensor.in_out",
-        metric="accuracy",
-    ),
-    Claim(
         says="relations: the mean operator agrees with the model on new subjects more often than LRE",
         paper="a figure",
-        kind="relations",
+        kinds=("relations",),
         method="tensor.full.beta1@0",
         against="lre.fixed@embedding",
         metric="agreement",
@@ -115,13 +106,29 @@ CLAIMS = (
 )
 
 
-def pack(run: Path, name: str, folder: Path = FOLDER) -> Path:
-    """Write the settings and samples of a finished run as one file."""
+def write_reactions(path: Path) -> int:
+    """Write different reactions, labelled with their template, and return their number."""
+    rows = dict.fromkeys((one.text, one.template) for one in reactions(200))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return len(rows)
+
+
+def pack(run: Path, name: str, folder: Path = FOLDER, *, by_label: bool = False) -> Path:
+    """Write the settings and samples of a finished run as one file.
+
+    Args:
+        run: Its folder.
+        name: Model and data.
+        folder: Where the file goes.
+        by_label: Whether samples of one label are one unit: those made from one template are alike.
+    """
     if not (run / "summary.json").is_file():
         raise InputError(f"Expected a finished run in {str(run)!r}; there is no summary. Run the command to its end.")
     config = json.loads((run / "config.json").read_text("utf-8"))
     samples = map(json.loads, (run / "samples.jsonl").read_text("utf-8").splitlines())
-    kept = [{name: value for name, value in one.items() if name not in DATA} for one in samples]
+    kept = [{key: value for key, value in one.items() if key not in DATA} for one in samples]
+    kept = [one | {"unit": one["label"]} if by_label else one for one in kept]
     lines = [to_json(one) for one in ({"settings": config["settings"]}, *kept)]
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}{ENDING}"
@@ -144,11 +151,16 @@ def table(folder: Path = FOLDER) -> str:
     summaries = {name: _summary(*run) for name, run in runs.items()}
     rows = []
     for claim in CLAIMS:
-        fitting = [name for name in runs if name.endswith(f"-{claim.kind}")]
-        row = _relations if claim.kind == "relations" else _perturbation
+        row = _relations if "relations" in claim.kinds else _perturbation
+        fitting = [name for name in runs if _kind(name) in claim.kinds]
         tested = [row(claim, name, summaries[name], *runs[name]) for name in fitting]
-        rows += [one for one in tested if one is not None] or [_row(claim)]
+        first, *more = [one for one in tested if one is not None] or [_row(claim)]
+        rows += [first, *(one | {"claim": "", "the paper": ""} for one in more)]
     return markdown(rows)
+
+
+def _kind(name: str) -> str:
+    return name.rsplit("-", 1)[1]
 
 
 def _summary(lines: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +177,8 @@ def write() -> None:
 def _row(
     claim: Claim,
     *,
-    ran: str = "–",
+    name: str | None = None,
+    ran: str = "",
     value: str = "–",
     other: str = "–",
     control: str = "–",
@@ -176,13 +189,13 @@ def _row(
     return {
         "claim": claim.says,
         "the paper": claim.paper,
-        "our model and data": ran,
+        "our model and data": name + ran if name else "–",
         "T": value,
         "compared with": other,
         "best control": control,
         "difference [95 %]": ranged(*difference, form="+.2g") if difference else "–",
         "holds": verdict,
-        "command": f"`{COMMANDS[claim.kind]}`",
+        "command": f"`{COMMANDS[_kind(name) if name else claim.kinds[0]]}`",
     }
 
 
@@ -204,7 +217,8 @@ def _perturbation(
     found = _compared(lines, condition, (claim.method, other), claim.metric, settings)
     return _row(
         claim,
-        ran=f"{name}, {summary['n_measured']} samples, {settings.get('watched', 'logits')}",
+        name=name,
+        ran=f", {summary['n_measured']} samples, {settings.get('watched', 'logits')}",
         value=said(claim.method),
         other=said(other),
         control=said(result["best"].get("control")),
@@ -233,7 +247,8 @@ def _relations(claim: Claim, name: str, summary: dict[str, Any], *_: Any) -> dic
     less = found["differences"][f"{claim.method} - {claim.against}"][metric]
     return _row(
         claim,
-        ran=f"{name}, {summary['n_survived']} relations",
+        name=name,
+        ran=f", {summary['n_survived']} relations",
         value=f"{claim.method} {methods[claim.method][metric]['mean']:.3g}",
         other=f"{claim.against} {methods[claim.against][metric]['mean']:.3g}",
         control=f"most common answer {found['majority'][metric]:.3g}",
