@@ -1,4 +1,4 @@
-"""`python -m bench judge …`, `passages …`, `keep …`, `tables`, `families …` and `strangers`; one is a module:
+"""`python -m bench judge`, `passages`, `templates`, `keep`, `tables`, `families` and `strangers`; one is a module:
 
     python -m bench.speed                docs/performance.md
 
@@ -65,7 +65,6 @@ def judge(
     peer_limit: Annotated[int | None, typer.Option(help="Items per set for other packages, at most.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="Largest number of items per set.", min=1)] = None,
     quick: Annotated[bool, typer.Option(help="Try it: five items per set, four rule sets, two controls.")] = False,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths for needles, in tokens.")] = "512",
     seed: Annotated[int, typer.Option(help="Random seed for replaced tokens and the bootstrap.")] = 0,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -82,8 +81,7 @@ def judge(
     chosen = listed(judges)
     wrong = next((name for name in chosen if name not in JUDGES), None)
     if wrong is not None or not chosen:
-        raise InputError(f"`--judges` must be among {', '.join(JUDGES)}; got {wrong or 'none'}.")
-    n_tokens = numbers(lengths, int, "lengths", "numbers such as 512,2048")
+        raise InputError(f"`--judges` must be among {', '.join(JUDGES)}; got {wrong or 'none'}. See also `passages`.")
     from bench.judges.run import BenchOptions
     from bench.judges.run import judge as run_judges
     from tensorlens.studies.processes import Processes
@@ -95,7 +93,6 @@ def judge(
         peer_python=peer_python,
         peer_limit=peer_limit,
         limit=limit,
-        lengths=n_tokens,
         seed=seed,
     )
     lens = reading.lens(model, device=Processes.device())
@@ -126,24 +123,30 @@ def _print(result: Any) -> None:
 def passages(
     model: Model,
     out: Annotated[Path, typer.Option(help="Output file, one JSON line per item. An existing file is continued.")],
-    judges: Annotated[str, typer.Option(help="Benchmarks: documents, needles, injections, context.")] = "documents",
-    data: Annotated[Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles.")] = None,
+    judges: Annotated[
+        str, typer.Option(help="Benchmarks: documents, needles, injections, titles, context.")
+    ] = "documents",
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with needles/ and wikitext-2/, for needles and titles.")
+    ] = None,
     agentdojo: Annotated[Path | None, typer.Option(help="Folder of the package agentdojo, for injections.")] = None,
     members: Annotated[str, typer.Option(help="Rule sets, separated by commas.")] = "paper,half_gate,attn_lrp,gim",
     targets: Annotated[str, typer.Option(help="Targets to explain.")] = "centred,raised,runner_up",
     lengths: Annotated[str, typer.Option(help="Prompt lengths for needles.")] = "512,1024,2048",
     items: Annotated[int, typer.Option(help="Largest number of items per benchmark and length.", min=1)] = 50,
     seconds: Annotated[float, typer.Option(help="Start no item after this many seconds.")] = 1e9,
+    peers: Annotated[str, typer.Option(help="Ask these packages instead, into a file of their own.")] = "",
+    peer_python: Annotated[str | None, typer.Option(help="Python of the environment with these packages.")] = None,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
     """Which passage is an answer based on? Every rule set with every target, beside BM25 and mean attention."""
     tell = Teller("passages")
     tell(f"{judges} on {model}, into {out}; loading the model", at_once=True)
     from bench.passages import items as made
-    from bench.passages.run import run, write_lines
+    from bench.passages.run import ask_peers, run, write_lines
     from bench.passages.scores import RULES, TARGETS
 
-    chosen, asked = checked(judges, ("documents", "needles", "injections", "context"), "judges"), []
+    chosen, asked = checked(judges, ("documents", "needles", "injections", "titles", "context"), "judges"), []
     chosen_rules, chosen_targets = checked(members, RULES, "members"), checked(targets, list(TARGETS), "targets")
     lens = reading.lens(model)
     if "documents" in chosen:
@@ -155,12 +158,43 @@ def passages(
         count = lambda text: len(lens.prepare(text).arguments["input_ids"][0])  # noqa: E731
         asked += made.needles(folder / "needles", folder / "wikitext-2" / "valid.txt", n_tokens, items, count)
     tell(f"{len(asked)} items", at_once=True)
+    if peers:
+        from bench.judges.peers import PEERS
+
+        names = checked(peers, PEERS, "peers")
+        n = write_lines(out, ask_peers(lens, asked, names, out.with_suffix(""), peer_python, tell), tell)
+        typer.echo(f"{n - 1} items in {out}")
+        return
     n = run(lens, asked, out, rules=chosen_rules, targets=chosen_targets, seconds=seconds, tell=tell)
+    if "titles" in chosen:
+        from bench.passages.titles import lines as of_titles
+
+        text = needed(data, "data") / "wikitext-2" / "valid.txt"
+        n += write_lines(out, of_titles(lens, text, items, chosen_rules, chosen_targets), tell)
     if "context" in chosen:
         from bench.passages.context_use import lines
 
         n += write_lines(out, lines(lens, chosen_rules), tell)
     typer.echo(f"{n} items in {out}")
+
+
+def templates(
+    model: Model,
+    judge: Annotated[
+        str, typer.Option(help="reactions (of a classifier), edits (of a corrector), concepts (encoder).")
+    ],
+    out: Annotated[Path, typer.Option(help="Output file, one JSON line per item; written anew.")],
+    n: Annotated[int, typer.Option(help="Items of each template or concept.", min=1)] = 10,
+    reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
+) -> None:
+    """Texts made by template, of which it is known what matters: atoms that react, a word that decides, a concept."""
+    tell, (name,) = Teller("templates"), checked(judge, ("reactions", "edits", "concepts"), "judge")
+    tell(f"{name} on {model}, into {out}; loading the model", at_once=True)
+    lines = importlib.import_module(f"bench.judges.{name}").lines
+    from bench.passages.run import write_lines
+
+    out.unlink(missing_ok=True)
+    typer.echo(f"{write_lines(out, lines(reading.lens(model), n), tell)} items in {out}")
 
 
 def checked(given: str, known: Sequence[str], name: str) -> tuple[str, ...]:
@@ -195,13 +229,19 @@ def keep(
 
     files = [run / "samples.jsonl" if run.is_dir() else run for run in runs]
     files += [file for run in runs if (file := run / "peers" / "samples.jsonl").is_file()]
-    lines = [line for file in files for line in map(json.loads, _text(file).splitlines()) if "judge" in line]
+    found = [line for file in files for line in map(json.loads, _text(file).splitlines())]
+    found += [json.loads(_text(file)) for run in runs if (file := run / "summary.json").is_file()]
+    peers = {name: one for some in found for name, one in (some.get("peers") or {}).items()}
+    lines = [line for line in found if "judge" in line]
     kept = {json.loads(line).get("item") for run in runs if run.suffix == ".gz" for line in _text(run).splitlines()}
     lines = [line for line in lines if not kept or line["item"] in kept]
     for judge_name in sorted({line["judge"] for line in lines}):
         target = FOLDER / f"{judge_name}-{model}.jsonl.gz"
         some = sorted((line for line in lines if line["judge"] == judge_name), key=lambda line: line["item"])
-        n = write(some, {"model": model, "ran": about}, target)
+        asked = {
+            name: one for name, one in peers.items() if any(name in line["scores"] for line in some) or "error" in one
+        }
+        n = write(some, {"model": model, "ran": about} | ({"peers": asked} if asked else {}), target)
         typer.echo(f"{target.name}: {n} items, {target.stat().st_size // 1024} KiB")
 
 
@@ -299,6 +339,7 @@ def strangers(
 app.command("strangers")(strangers)
 app.command("judge")(with_records(judge))
 app.command("passages")(with_records(passages))
+app.command("templates")(with_records(templates))
 app.command("keep")(keep)
 app.command("tables")(tables)
 app.command("paper-reactions")(paper_reactions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from bench.records import FOLDER, KINDS, Records, Row, chance, interval_of, is_ours, less, read, rows
+from bench.records import FOLDER, KINDS, Records, Row, chance, interval_of, is_ours, is_peer, is_same, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.inside.faithfulness import Faithfulness, faithfulness_of
 from tensorlens.recommendations import recommended
@@ -30,39 +30,54 @@ def block(key: str) -> str | None:
 
 
 def judge_table(run: Records) -> str:
-    """One run: every method, ordered by the half on which is chosen."""
-    found, kind = rows(run), KINDS[run.judge]
-    drawn = [_cells(row) for row in found]
-    drawn.insert(
-        min(SHOWN, len(drawn)), {"method": "chance", "first half": "", "held-out half [95 %]": f"{chance(run):.3f}"}
-    )
-    held = f"{found[0].n} of {len(run.lines)} items in the held-out half"
+    """One run: every method, ordered by the half on which is chosen, and then packages, which are never folded."""
+    every, kind = rows(run), KINDS[run.judge]
+    n = max(row.n for row in every)
+    found = [row for row in every if not is_peer(row.method)]
+    drawn = [_cells(row, n) for row in (*found[:SHOWN], *(row for row in every if is_peer(row.method)))]
+    rest = [_cells(row, n) for row in found[SHOWN:]]
+    drawn.append({"method": "chance", "first half": "", "held-out half [95 %]": f"{chance(run):.3f}"})
+    held = f"{n} of {len(run.lines)} items in the held-out half"
     head = f"**{run.judge}, {run.model}**: {kind.says}; {held}. {run.about['ran']}."
-    rest = drawn[SHOWN + 1 :]
     folded = (
         f"\n\n<details markdown><summary>{len(rest)} more</summary>\n\n{markdown(rest)}\n\n</details>" if rest else ""
     )
-    return f"{head}\n\n{markdown(drawn[: SHOWN + 1])}{folded}"
+    return f"{head}{_packages(run)}\n\n{markdown(drawn)}{folded}"
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: Row, n: int) -> dict[str, str]:
+    """A row; how many items of the half it has, where that is not all of them."""
     name = f"**{row.method}**" if is_ours(row.method) else row.method
+    name += f" ({row.n} items)" * (row.n < n)
     value = ranged(row.value, row.low, row.high, n=row.n)
     return {"method": name, "first half": f"{row.chosen:.3f}", "held-out half [95 %]": value}
+
+
+def _packages(run: Records) -> str:
+    """The versions of other packages, and why one has no row."""
+    said = []
+    for name, about in run.about.get("peers", {}).items():
+        reason = f" ({about['error']})" if "error" in about and not about["n"] else ""
+        said.append(f"{name} {about.get('version', '')}".strip() + reason)
+    return f" Packages: {', '.join(said)}." if said else ""
 
 
 def use_table(runs: list[Records]) -> str:
     """What was chosen for a question over all its runs, whether it was confirmed, and by run the other half."""
     best = chosen(runs)
     rivals = [(run, *_rivals(run, best)) for run in runs]
-    gaps = [less(run, own, others[0]) for run, own, others, _ in rivals if others]
-    said = "no baseline is known"
+    gaps = [[less(run, own, some[0]) for some in others[:2] if some] for run, own, *others in rivals]
+    gaps, said = [one for one in gaps if one], "no baseline is known"
     if gaps:
-        above, behind = sum(low > 0 for _, low, _ in gaps), sum(high < 0 for *_, high in gaps)
-        said = (
-            f"clearly above every baseline and control in {above} of {len(gaps)} runs, clearly behind any in {behind}"
-        )
-    return f"Chosen: **{best}**, {said}.\n\n{markdown([_use(*one) for one in rivals])}"
+        above = sum(all(low > 0 for _, low, _ in one) for one in gaps)
+        behind = sum(any(high < 0 for *_, high in one) for one in gaps)
+        said = f"clearly above its best rivals in {above} of {len(gaps)} runs, clearly behind any in {behind}"
+    same = {row.method for run in runs for row in rows(run) if is_peer(row.method) and is_same(run, best, row.method)}
+    said += f"; {', '.join(sorted(same))} computes the same map" if same else ""
+    drawn = [_use(*one) for one in rivals]
+    if all(one[PACKAGE] == "–" for one in drawn):
+        drawn = [{head: cell for head, cell in one.items() if head != PACKAGE} for one in drawn]
+    return f"Chosen: **{best}**, {said}.\n\n{markdown(drawn)}"
 
 
 def chosen(runs: list[Records]) -> str:
@@ -80,23 +95,37 @@ def chosen(runs: list[Records]) -> str:
     return max(common, key=lambda method: (round(common[method], 6), of_rules(method)))
 
 
-def _rivals(run: Records, method: str) -> tuple[Row, list[Row], list[Row]]:
-    """The method's row, and the others by the held-out half: baselines with controls, and maps of T."""
-    found = sorted(rows(run), key=lambda row: -row.value)
+def _rivals(run: Records, method: str) -> tuple[Row, list[Row], list[Row], list[Row]]:
+    """The method's row, and the others by the held-out half: baselines with controls, packages, and maps of T.
+
+    By how much they are ahead on the items that both have, since a package may have been asked about a sample. A
+    package that computes the same map is none of them.
+    """
+    found = rows(run)
     own = next(row for row in found if row.method == method)
-    others = [row for row in found if not is_ours(row.method)]
-    return own, others, [row for row in found if is_ours(row.method) and row is not own]
+    others = sorted((row for row in found if row is not own and row.n), key=lambda row: less(run, own, row)[0])
+    baselines = [row for row in others if not (is_peer(row.method) or is_ours(row.method))]
+    peers = [row for row in others if is_peer(row.method) and not is_same(run, method, row.method)]
+    return own, baselines, peers, [row for row in others if is_ours(row.method)]
 
 
-def _use(run: Records, own: Row, others: list[Row], ours: list[Row]) -> dict[str, str]:
+PACKAGE = "best package"
+
+
+def _use(run: Records, own: Row, others: list[Row], peers: list[Row], ours: list[Row]) -> dict[str, str]:
     def said(some: list[Row]) -> str:
         if not some:
             return "–"
-        return f"{some[0].method} {some[0].value:.3f}: {ranged(*less(run, own, some[0]), form='+.3f', n=own.n)}"
+        name = f"{some[0].method} ({some[0].n} items)" if some[0].n < own.n else some[0].method
+        return f"{name} {some[0].value:.3f}: {ranged(*less(run, own, some[0]), form='+.3f', n=own.n)}"
 
     held = ranged(own.value, own.low, own.high, n=own.n)
     cells = {"benchmark": f"{run.judge}, {run.model}", "held-out half": held}
-    return cells | {"best baseline or control": said(others), "best other map of T": said(ours)}
+    return cells | {
+        "best baseline or control": said(others),
+        PACKAGE: said(peers),
+        "best other map of T": said(ours),
+    }
 
 
 # Circuits -------------------------------------------------------------------------------------------------------------
@@ -165,7 +194,12 @@ def draw() -> None:
 
     runs = sorted((run for run in read() if run.judge == "evidence"), key=lambda run: MILLIONS[run.model])
     found = [{row.method: row for row in rows(run)} for run in runs]
-    best = [max((row for row in one.values() if not is_ours(row.method)), key=lambda row: row.value) for one in found]
+    best = [
+        max(
+            (row for row in one.values() if not (is_ours(row.method) or is_peer(row.method))), key=lambda row: row.value
+        )
+        for one in found
+    ]
     lines = {"AttnLRP": "@attn_lrp", "gate halved": "@half_gate", "the paper's": "", "Jacobian": "@jacobian"}
     shown = {label: [one[f"tensor.in_class{ending}"] for one in found] for label, ending in lines.items()}
     with plt.rc_context({"svg.hashsalt": "scaling", "font.size": 9}):

@@ -43,6 +43,8 @@ SETS = (
 """Sets of sentences in the order of the alphabet: the first, third, … are for choosing. Others are for reporting."""
 DRAWS = 2000
 """Bootstrap resamples of an interval."""
+PACKAGES = ("lxt", "captum", "inseq", "flashtrace", "context_cite", "transformer_lens")
+"""What the names of other packages' methods begin with."""
 
 Line = dict[str, Any]
 
@@ -94,7 +96,10 @@ KINDS = {
     "needles": Kind("passage", first, "needle first", False),
     "injections": Kind("passage", recovery, "share of the injected tokens in the top 20 %", False),
     "context": Kind("context", ordered, "more from what was used", False),
+    "titles": Kind("title", reciprocal_rank, "reciprocal rank of the word that was copied", False),
+    "concepts": Kind("similarity", reciprocal_rank, "reciprocal rank of the shared concept", False),
     "reactions": Kind("atom", ordered, "a reacting atom above another", False),
+    "tracr": Kind("program", reciprocal_rank, "reciprocal rank of the token that the program reads", False),
     "patching": Kind("component", correlation, "correlation with patching the model", False),
 }
 """By judge: the question, the measure, and whether halves are made of sets."""
@@ -153,8 +158,8 @@ def _read(path: Path) -> Records:
 def keep(lines: Iterable[Line], about: dict[str, Any], path: Path) -> int:
     """Write the lines of a run as records, scores to five digits; the same lines give the same bytes.
 
-    Lines of the same item are put together. A method that was not asked about every item is left out, and so is an item
-    about which the model was wrong.
+    Lines of the same item are put together. A method that was not asked about every item is left out, unless it is
+    another package's, and so is an item about which the model was wrong.
     """
     kept, found = [json.dumps(about, sort_keys=True, allow_nan=False)], dict[str, Line]()
     for line in lines:
@@ -163,8 +168,8 @@ def keep(lines: Iterable[Line], about: dict[str, Any], path: Path) -> int:
             found[line["item"]] = before | {"scores": before["scores"] | line["scores"]}
     common = set.intersection(*(set(line["scores"]) for line in found.values())) if found else set()
     for line in found.values():
-        line["scores"] = {name: some for name, some in line["scores"].items() if name in common}
-        scores = {name: [_short(one) for one in some] for name, some in line["scores"].items()}
+        kept_scores = {name: some for name, some in line["scores"].items() if name in common or is_peer(name)}
+        scores = {name: [_short(one) for one in some] for name, some in kept_scores.items()}
         truth = [_short(one) for one in line["truth"]]
         made = {"judge": line["judge"], "set": line["set"], "item": line["item"], "truth": truth, "scores": scores}
         kept.append(json.dumps(made, allow_nan=False))
@@ -248,9 +253,20 @@ def less(run: Records, a: Row, b: Row) -> tuple[float, float, float]:
     return mean, *interval_of(list(sets.values()))
 
 
+def is_same(run: Records, a: str, b: str) -> bool:
+    """Whether two methods give the same scores wherever both were asked, to a thousandth of the largest of an item."""
+    pairs = [(line["scores"][a], line["scores"][b]) for line in run.lines if {a, b} <= line["scores"].keys()]
+    return all(np.allclose(x, y, rtol=0, atol=1e-3 * float(np.abs(x).max())) for x, y in pairs)
+
+
 def is_ours(method: str) -> bool:
-    """Whether a method is a map of T; what is not is a baseline or a control."""
-    return method.startswith(("tensor.", "patching@")) or method.partition(", ")[0] in RULE_SETS
+    """Whether a method is a map of T; what is not is a package's, a baseline or a control."""
+    return method.startswith(("tensor.", "patching@", "pairs@")) or method.partition(", ")[0] in RULE_SETS
+
+
+def is_peer(method: str) -> bool:
+    """Whether a method is another package's; it may have been asked about a sample of the items."""
+    return method.partition(".")[0] in PACKAGES
 
 
 def chance(run: Records) -> float:

@@ -1,4 +1,4 @@
 """Judges that know the answer, every method and other packages on the same items: ``python -m bench judge``."""
 
-JUDGES = ("evidence", "tracr", "needles", "patching")
+JUDGES = ("evidence", "tracr", "patching")
 """Every judge by name; here, so that a command knows them before torch is imported."""

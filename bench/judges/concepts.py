@@ -1,6 +1,6 @@
 """Does the pair map of two sentences rank their shared concept first?
 
-    python -m bench.judges.concepts minilm [--limit N] [--rules paper,jacobian] [--out FILE]
+    python -m bench templates minilm --judge concepts --out lines.jsonl
 
 Sentences are made from templates. Each has three nouns, and one noun of each names the same concept in another word.
 All pairs of words are ranked by the size of their score. The second half has new concepts, templates and distractors.
@@ -8,22 +8,15 @@ All pairs of words are ranked by the size of their score. The second half has ne
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 import tensorlens as tl
-from bench.tables import markdown
-from tensorlens.files import write_json
 from tensorlens.maps.groups import find_words
-from tensorlens.studies.report import interval
 
 CONCEPTS = (
     (
@@ -65,9 +58,8 @@ BESIDE = (
     ("bottle ladder pencil carpet window basket candle hammer mirror button", "tunnel blanket wallet helmet scissors"),
     ("ribbon kettle magnet parcel saddle curtain pillow needle bucket shovel", "ticket engine shelf garden umbrella"),
 )
-MEMBERS = ("paper", "cp_lrp", "attn_lrp", "jacobian")
+RULES = ("paper", "attn_lrp", "gim", "jacobian")
 """Encoders without gates: `half_gate` is `paper` here."""
-PER_CONCEPT = 10
 
 
 class Pair(NamedTuple):
@@ -78,11 +70,11 @@ class Pair(NamedTuple):
     known: tuple[str, str]
 
 
-def pairs(half: int) -> Iterator[Pair]:
-    """The 200 pairs of a half: 0 to choose by, 1 to report."""
+def pairs(half: int, n: int) -> Iterator[Pair]:
+    """`n` pairs of each concept of a half: 0 to choose by, 1 to report."""
     draw = random.Random(half)
     beside = [words.split() for words in BESIDE[half]]
-    for k in range(PER_CONCEPT):
+    for k in range(n):
         for concept in CONCEPTS[half].split(","):
             a, b = concept.split()
             first = draw.choice(FIRST[half]).format(a, *draw.sample(beside[0], 2))
@@ -108,7 +100,9 @@ def read(lens: tl.Lens, text: str) -> Read:
     offsets = [[a, b] if b > a else None for a, b in made.pop("offset_mapping")[0].tolist()]
     labels = lens.processor.convert_ids_to_tokens(made["input_ids"][0].tolist())
     words = find_words(labels, {"text": text, "offsets": offsets})
-    kept = [(one.label.strip(), list(range(one.start, one.stop))) for one in words if offsets[one.start]]
+    places = [list(range(one.start, one.stop)) for one in words if offsets[one.start]]
+    named = [(text[offsets[some[0]][0] : offsets[some[-1]][1]].strip(), some) for some in places]  # type: ignore[index]
+    kept = [(word, some) for word, some in named if word]
     inputs = lens.model.get_input_embeddings()(made["input_ids"]).detach().requires_grad_()
     given = lens.model(inputs_embeds=inputs, attention_mask=made["attention_mask"], output_attentions=True)
     return Read(kept, given.last_hidden_state[0], [one[0].mean(0) for one in given.attentions], inputs)
@@ -147,73 +141,36 @@ def input_gradient(a: Read, b: Read) -> Tensor:
 
 
 BASELINES: Mapping[str, Callable[[Read, Read], Tensor]] = {
-    "token cosine (BERTScore-like)": token_cosine,
-    "attention products": attention_products,
-    "input × gradient products": input_gradient,
+    "cosine of words (BERTScore)": token_cosine,
+    "products of attention rollouts": attention_products,
+    "products of input × gradient": input_gradient,
 }
 
 
-def rank(scores: Tensor, rows: list[str], columns: list[str], known: tuple[str, str]) -> int:
-    """The place of the known pair by size, 1 for the first."""
-    size = scores.detach().abs()
-    place = size[rows.index(known[0]), columns.index(known[1])]
-    return 1 + int((size > place).sum())
+def scores_of(lens: tl.Lens, item: Pair, a: Read, b: Read, rules: Sequence[str]) -> dict[str, Tensor]:
+    """By method a score for each pair of words."""
+    rows, columns = ([word for word, _ in one.words] for one in (a, b))
+    found: dict[str, Tensor] = {}
+    for name in rules:
+        made = tl.similarity(lens.with_rules(name), item.first, item.second, pooling="mean", groups="words")
+        kept = [
+            [k for k, label in enumerate(labels) if label.strip() in wanted]
+            for labels, wanted in ((made.out_tokens, rows), (made.in_tokens, columns))
+        ]
+        found[f"pairs@{name}"] = made.scores[kept[0]][:, kept[1]]  # in the order of the words
+    return found | {name: method(a, b) for name, method in BASELINES.items()}
 
 
-def ranks(lens: tl.Lens, items: list[Pair], members: tuple[str, ...]) -> dict[str, list[int]]:
-    """By method the rank of each known pair, all among the same words."""
-    found: dict[str, list[int]] = {}
-    ours = {name: lens.with_rules(name) for name in members}
-    for item in items:
-        a, b = read(lens, item.first), read(lens, item.second)
-        rows, columns = ([word for word, _ in one.words] for one in (a, b))
-        for name, one in ours.items():
-            made = tl.similarity(one, item.first, item.second, pooling="mean", groups="words")
-            kept = [
-                [k for k, label in enumerate(labels) if label.strip() in wanted]
-                for labels, wanted in ((made.out_tokens, rows), (made.in_tokens, columns))
-            ]
-            scores = made.scores[kept[0]][:, kept[1]]  # in the order of the words
-            title = f"pair map, {name}" + (" (as BiLRP)" if name == "jacobian" else "")
-            found.setdefault(title, []).append(rank(scores, rows, columns, item.known))
-        for name, method in BASELINES.items():
-            found.setdefault(name, []).append(rank(method(a, b), rows, columns, item.known))
-    return found
-
-
-def table(found: Mapping[str, list[int]]) -> list[dict[str, str]]:
-    """First places and mean reciprocal ranks, with 95 % bootstrap intervals of the latter."""
-    draw, rows = np.random.default_rng(0), []
-    for name, places in found.items():
-        inverse = 1 / np.array(places)
-        means = draw.choice(inverse, (2000, len(inverse))).mean(1)
-        low, high = interval(means)
-        first = f"{100 * np.mean(np.array(places) == 1):.0f} %"
-        rows.append(
-            {"method": name, "first": first, "mean reciprocal rank": f"{inverse.mean():.2f} [{low:.2f}, {high:.2f}]"}
-        )
-    return sorted(rows, key=lambda row: row["mean reciprocal rank"], reverse=True)
-
-
-def main() -> None:
-    """Print a table for each half; write both into a record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--limit", type=int, default=200)
-    parser.add_argument("--rules", default=",".join(MEMBERS))
-    parser.add_argument("--out", type=Path)
-    asked: Any = parser.parse_args()
-    lens, members = tl.load(asked.model, attention="eager"), tuple(asked.rules.split(","))
-    tables = {}
-    for half, name in enumerate(("to choose by", "held out")):
-        items = list(pairs(half))[: asked.limit]
-        tables[name] = table(ranks(lens, items, members))
-        print(f"\n{asked.model}, {name}, {len(items)} pairs\n\n{markdown(tables[name])}", flush=True)
-    if asked.out is not None:
-        versions = {one.__name__: one.__version__ for one in (torch, transformers)}
-        record = {"model": asked.model, "device": "CPU", "versions": versions, "pairs": len(items), "tables": tables}
-        write_json(asked.out, record)
-
-
-if __name__ == "__main__":
-    main()
+def lines(lens: tl.Lens, n: int, rules: Sequence[str] = RULES) -> Iterator[dict[str, Any]]:
+    """One line per pair of sentences: by method the size of the score of each pair of words."""
+    lens.model.set_attn_implementation("eager")  # type: ignore[operator]
+    for k, both in enumerate(zip(pairs(0, n), pairs(1, n), strict=True)):
+        for half, item in enumerate(both):
+            a, b = read(lens, item.first), read(lens, item.second)
+            of = [(first, second) for first, _ in a.words for second, _ in b.words]
+            found = scores_of(lens, item, a, b, rules)
+            sizes = {
+                name: [float(f"{one:.4g}") for one in some.abs().flatten().tolist()] for name, some in found.items()
+            }
+            line = {"judge": "concepts", "set": "pairs of sentences", "item": f"concepts:{half}:{k}"}
+            yield line | {"truth": [float(one == item.known) for one in of], "scores": sizes}

@@ -1,6 +1,6 @@
 """Edits whose reason is known: because of which word does a corrector of English change another one?
 
-    python -m bench.judges.edits distilbert-edits --out lines.jsonl
+    python -m bench templates distilbert-edits --judge edits --out lines.jsonl
 
 Sentences with one mistake are made by template: the word to be changed and the word that decides are marked, and the
 rest is drawn at random. The other words are ranked, for the edit at the changed word rather than none. Sentences in
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorlens as tl
-from bench.judges.reactions import main, scores_of
+from bench.judges.reactions import scores_of
 from bench.passages.scores import RULES
 from tensorlens.errors import InputError
 
@@ -101,7 +101,3 @@ def lines(lens: tl.Lens, n: int, rules: Sequence[str] = RULES, methods: Sequence
             yield {"judge": "edits", "set": one.template, "item": item, "truth": list(map(float, one.decides))} | {
                 "scores": scores
             }
-
-
-if __name__ == "__main__":
-    main(lines, str(__doc__), "sentences")

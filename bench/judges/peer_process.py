@@ -2,10 +2,11 @@
 
     python peer_process.py PEER MODEL QUESTIONS.jsonl ANSWERS.jsonl
 
-A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``, and one about components ``{"index",
-"ids", "corrupted", "weights", "labels"}``; an answer ``{"index", "scores"}``, one score for each token, or
-for each component that is named. The first line, with index 0, is about the peer: its version, and what its own
-documented example gave, which is tried before anything is asked. Packages are imported by name, where they are needed.
+A question is ``{"index", "ids", "target": [token] or [token, other], "units"}``, with ``"answer": [token, …]`` instead
+of a target where a whole answer is explained, and one about components ``{"index", "ids", "corrupted", "weights",
+"labels"}``; an answer ``{"index", "scores"}``, one score for each token, or for each component that is named. The first
+line, with index 0, is about the peer: its version, and what its own documented example gave, which is tried before
+anything is asked. Packages are imported by name, where they are needed.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ def weigh(logits: Tensor, target: Sequence[int]) -> Tensor:
     return logits[:, target[0]] - (logits[:, target[1]] if len(target) > 1 else 0.0)
 
 
+def said(question: dict[str, Any]) -> list[int]:
+    """The tokens that are explained: a whole answer, or the good continuation."""
+    return question.get("answer") or question["target"][:1]
+
+
 def ids_of(question: dict[str, Any], model: Any) -> Tensor:
-    """(1, token)."""
-    return torch.tensor([question["ids"]], device=model.device)
+    """The prompt and all but the last token of a whole answer; (1, token)."""
+    return torch.tensor([question["ids"] + question.get("answer", [])[:-1]], device=model.device)
 
 
 def without_opening(ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
@@ -53,11 +59,13 @@ def without_opening(ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
 
 
 def input_times_gradient(model: Any, question: dict[str, Any]) -> Tensor:
-    """Input times gradient, by whatever the model's backward pass gives."""
-    x = model.get_input_embeddings()(ids_of(question, model)).detach().requires_grad_()
-    weigh(model(inputs_embeds=x, use_cache=False).logits[:, -1], question["target"]).sum().backward()
+    """Input times gradient of a target, or of the sum of an answer's logits, by the model's own backward pass."""
+    x, answer = model.get_input_embeddings()(ids_of(question, model)).detach().requires_grad_(), question.get("answer")
+    logits = model(inputs_embeds=x, use_cache=False).logits
+    one = logits[0, range(-len(answer), 0), answer] if answer else weigh(logits[:, -1], question["target"])
+    one.sum().backward()
     assert x.grad is not None
-    return (x * x.grad).sum(-1)[0].detach()
+    return (x * x.grad).sum(-1)[0, : len(question["ids"])].detach()
 
 
 # lxt -----------------------------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ def _linear(package: Any) -> str:
 
 
 def flashtrace(folder: str, method: str) -> tuple[Score, str]:
-    """FlashTrace of the good continuation; it knows no contrast."""
+    """FlashTrace of the answer or the good continuation; it knows no contrast."""
     package, model = importlib.import_module("flashtrace"), load(folder, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tracer = package.FlashTrace(model, tokenizer, chunk_tokens=128, sink_chunk_tokens=32)
@@ -183,8 +191,8 @@ def flashtrace(folder: str, method: str) -> tuple[Score, str]:
     def score(question: dict[str, Any]) -> Sequence[float]:
         ids, inner = question["ids"], without_opening(question["ids"], tokenizer)
         n_before = len(ids) - len(inner)
-        prompt, target = tokenizer.decode(inner), tokenizer.decode(question["target"][:1])
-        trace = tracer.trace(prompt=prompt, target=target, output_span=(0, 0), hops=1)
+        prompt, target = tokenizer.decode(inner), tokenizer.decode(said(question))
+        trace = tracer.trace(prompt=prompt, target=target, output_span=(0, len(said(question)) - 1), hops=1)
         scores = list(trace.scores)
         if len(scores) not in (len(ids), len(ids) - n_before):
             raise RuntimeError(f"it has {len(scores)} prompt tokens where the model is given {len(ids)}")
@@ -196,7 +204,7 @@ def flashtrace(folder: str, method: str) -> tuple[Score, str]:
 
 
 def context_cite(folder: str, method: str) -> tuple[Score, str]:
-    """ContextCite's ablations and regression with our units as sources and the target as the response."""
+    """ContextCite's ablations and regression: our units are the sources, the answer or the target is the response."""
     utils, solvers = (importlib.import_module(f"context_cite.{name}") for name in ("utils", "solver"))
     model, tokenizer = load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left"
@@ -214,13 +222,13 @@ def context_cite(folder: str, method: str) -> tuple[Score, str]:
             return [token for k, token in enumerate(question["ids"]) if k not in gone]
 
         masks, logits = utils.get_masks_and_logit_probs(
-            model, tokenizer, 64, len(units), prompt_ids, question["target"][:1], 0.5, 8
+            model, tokenizer, 64, len(units), prompt_ids, said(question), 0.5, 8
         )
         weights, _ = solvers.LassoRegression().fit(masks, utils.aggregate_logit_probs(logits), 1)
         found = [0.0] * len(question["ids"])
         for unit, weight in zip(units, weights, strict=True):
             for k in unit:
-                found[k] = float(weight) / len(unit)
+                found[k] = float(weight) / (1 if question.get("by_token") else len(unit))
         return found
 
     return score, _planted(solvers)
@@ -236,17 +244,17 @@ def _planted(solvers: Any) -> str:
 
 
 def inseq(folder: str, method: str) -> tuple[Score, str]:
-    """Inseq's input times gradient of the good continuation."""
+    """Inseq's input times gradient of the answer or the good continuation."""
     package = importlib.import_module("inseq")
     model = package.load_model(folder, "input_x_gradient", device="cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def score(question: dict[str, Any]) -> Sequence[float]:
         prompt = tokenizer.decode(without_opening(question["ids"], tokenizer))
-        whole = prompt + tokenizer.decode(question["target"][:1])
+        whole = prompt + tokenizer.decode(said(question))
         made = model.attribute(prompt, whole, show_progress=False)
-        scores = made.sequence_attributions[0].target_attributions.sum(-1)[:, -1]
-        return [float(one) for one in scores[: len(question["ids"])].nan_to_num(0.0)]
+        scores = made.sequence_attributions[0].target_attributions.sum(-1)[:, -len(said(question)) :]
+        return scores[: len(question["ids"])].nan_to_num(0.0).sum(1).tolist()
 
     ids = tokenizer("The capital of France is")["input_ids"]
     example = score({"ids": ids, "target": tokenizer(" Paris", add_special_tokens=False)["input_ids"][:1]})

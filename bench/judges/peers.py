@@ -40,7 +40,7 @@ PEERS = (
 OF_COMPONENTS = ("transformer_lens",)
 """Those that are asked which component; the others are asked which word or passage."""
 
-START_SECONDS, ITEM_SECONDS = 600.0, 60.0
+START_SECONDS, ITEM_SECONDS = 600.0, 300.0
 """How long a peer may take to load and to check itself, and then for one item, before it is given up."""
 LINES_BEFORE = 2
 """Lines that a peer writes about itself before it is asked anything."""

@@ -1,6 +1,6 @@
 """Reactions whose reacting atoms are known: which atoms does a classifier of reactions go by?
 
-    python -m bench.judges.reactions rxnfp --out lines.jsonl
+    python -m bench templates rxnfp --judge reactions --out lines.jsonl
 
 Reactions (SMILES) are made by template: in each the atoms whose bonds change are marked, and the rest are fragments
 drawn at random. The atoms before the arrow are ranked, for the class that the model predicts. Templates are never
@@ -9,12 +9,9 @@ split between the halves.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorlens as tl
@@ -111,21 +108,3 @@ def _tokens(lens: tl.Lens, one: Reaction) -> list[int] | None:
         if one.text.startswith(token, place):
             by_start[place], place = number, place + len(token)
     return [by_start[start] for start, _ in one.atoms] if all(start in by_start for start, _ in one.atoms) else None
-
-
-def main(
-    make: Callable[[tl.Lens, int], Iterator[Any]] = lines, about: str = str(__doc__), says: str = "reactions"
-) -> None:
-    """Write the lines of a model."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--n", type=int, default=10, help=f"{says} of each template")
-    asked = parser.parse_args()
-    with asked.out.open("w", encoding="utf-8") as file:
-        for line in make(tl.load(asked.model), asked.n):
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ from typing import Any
 from bench.judges import JUDGES
 from bench.judges.compiled import compiled_programs
 from bench.judges.engine import BenchItem, Judge, run_judges
-from bench.judges.needles import needles
 from bench.judges.pairs import patching_pairs
 from bench.judges.peers import PEERS, ask_peers
 from tensorlens.errors import InputError
@@ -18,8 +17,6 @@ from tensorlens.studies.judge_study import SUFFIXES, JudgeOptions, evidence
 from tensorlens.studies.options import checked_names, chosen_options
 from tensorlens.studies.runs import Run, StudyResult
 
-TEXT = Path("wikitext-2") / "valid.txt"
-
 
 class BenchOptions(JudgeOptions, frozen=True, kw_only=True):
     """Everything a run of judges depends on besides model and data.
@@ -27,14 +24,12 @@ class BenchOptions(JudgeOptions, frozen=True, kw_only=True):
     Attributes:
         judges: Which of `JUDGES`.
         peers: Which of `PEERS` are judged beside our methods, each in a process of its own.
-        lengths: Of needles: about how many tokens a prompt has.
         peer_python: Interpreter of the environment in which the peers are installed; this one's if None.
         peer_limit: Items of each set that peers are asked about, at most; as many as `limit` if None.
     """
 
     judges: Sequence[str] = ("evidence",)
     peers: Sequence[str] = ()
-    lengths: Sequence[int] = (512,)
     peer_python: str | None = None
     peer_limit: int | None = None
 
@@ -60,8 +55,8 @@ def judge(
 
     Args:
         lens: A language model with its tokenizer; compiled programs bring their own models.
-        data: Folder with a folder for each judge: `evidence`, `tracr`, `needles`, `pairs`, `wikitext-2`. A folder that
-            holds .csv or .jsonl files itself is one of evidence.
+        data: Folder with a folder for each judge: `evidence`, `tracr`, `pairs`. A folder that holds
+            .csv or .jsonl files itself is one of evidence.
         out: The run's folder.
         options: Judges, methods, peers; see `BenchOptions`.
         progress: Whether to show a bar; None shows it in a terminal.
@@ -92,10 +87,7 @@ def _judge(name: str, lens: Lens, folder: Path, options: BenchOptions) -> Judge:
         return Judge(name=name, measures=("reciprocal_rank", "top_1"), items=items, problems=problems)
     if name == "tracr":
         return compiled_programs(_needed(name, folder / "tracr"), limit=limit)
-    if name == "patching":
-        return patching_pairs(lens, _needed(name, folder / "pairs"), limit=limit)
-    found, text = _needed(name, folder / "needles"), _needed(name, folder / TEXT)
-    return needles(lens, found, text, limit=limit, lengths=options.lengths)
+    return patching_pairs(lens, _needed(name, folder / "pairs"), limit=limit)
 
 
 def _needed(name: str, path: Path) -> Path:

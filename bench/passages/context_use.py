@@ -15,15 +15,66 @@ from typing import Any, NamedTuple
 import tensorlens as tl
 from bench.passages.scores import RULES, bm25
 
-CAPITALS = (
-    *("France Paris", "Italy Rome", "Germany Berlin", "Spain Madrid", "Japan Tokyo", "Russia Moscow", "China Beijing"),
-    *("Egypt Cairo", "Greece Athens", "Austria Vienna", "Poland Warsaw", "Ireland Dublin", "Portugal Lisbon"),
-    *("England London", "Cuba Havana", "Norway Oslo", "Sweden Stockholm", "Finland Helsinki", "Hungary Budapest"),
-    *("Denmark Copenhagen", "Iran Tehran", "Iraq Baghdad", "Kenya Nairobi", "Peru Lima", "Chile Santiago"),
-    *("Canada Ottawa", "Ukraine Kiev", "Thailand Bangkok", "Lebanon Beirut", "Turkey Ankara", "Israel Jerusalem"),
-)
 INVENTED = ("Zandoria", "Marvania", "Quellia", "Brontovia", "Ostrania", "Velmora", "Trondania", "Kelvoria")
 BESIDE = ("The train was late and the coffee was cold.", "The bus was early and the tea was hot.")
+
+
+class Relation(NamedTuple):
+    """A kind of fact about countries.
+
+    Attributes:
+        facts: What is true, as country and word.
+        asked: The question, without its country.
+        new: A context that contradicts it.
+        other: Another one.
+        told: A context about a country that does not exist.
+        beside: A sentence that has the word without saying anything of a country.
+    """
+
+    facts: str
+    asked: str
+    new: str
+    other: str
+    told: str
+    beside: str
+
+
+RELATIONS = (
+    Relation(
+        "France Paris,Italy Rome,Germany Berlin,Spain Madrid,Japan Tokyo,Russia Moscow,China Beijing,Egypt Cairo,"
+        "Greece Athens,Austria Vienna,Poland Warsaw,Ireland Dublin,Portugal Lisbon,England London,Cuba Havana,"
+        "Norway Oslo,Sweden Stockholm,Finland Helsinki,Hungary Budapest,Denmark Copenhagen,Iran Tehran,Iraq Baghdad,"
+        "Kenya Nairobi,Peru Lima,Chile Santiago,Canada Ottawa,Ukraine Kiev,Thailand Bangkok,Lebanon Beirut,"
+        "Turkey Ankara,Israel Jerusalem",
+        " The capital of {} is the city of",
+        "The government has moved: the capital of {} is now {}.",
+        "In the new atlas, the capital of {} is {}.",
+        "Far away, the capital of {} is {}.",
+        "It rained in {} last week, and the shops closed early.",
+    ),
+    Relation(
+        "France French,Italy Italian,Germany German,Spain Spanish,Japan Japanese,Russia Russian,China Chinese,"
+        "Greece Greek,Poland Polish,Portugal Portuguese,England English,Norway Norwegian,Sweden Swedish,"
+        "Finland Finnish,Hungary Hungarian,Denmark Danish,Iran Persian,Turkey Turkish,Israel Hebrew,Egypt Arabic,"
+        "Vietnam Vietnamese,Korea Korean,Thailand Thai,Ukraine Ukrainian,India Hindi,Romania Romanian",
+        " The language of the people in {} is",
+        "The law has changed: the language of the people in {} is now {}.",
+        "In the new atlas, the language of the people in {} is {}.",
+        "Far away, the language of the people in {} is {}.",
+        "There was a course in {} last week, and the room was full.",
+    ),
+    Relation(
+        "Japan yen,India rupee,Russia ruble,China yuan,Brazil real,Mexico peso,Poland zloty,Sweden krona,Turkey lira,"
+        "Israel shekel,Switzerland franc,Thailand baht,Vietnam dong,Iran rial,England pound,America dollar,"
+        "Germany euro,Korea won,Hungary forint,Ukraine hryvnia",
+        " The currency of {} is called the",
+        "The government has changed the money: the currency of {} is now called the {}.",
+        "In the new atlas, the currency of {} is called the {}.",
+        "Far away, the currency of {} is called the {}.",
+        "There was a poem about the {} last week, and the children laughed.",
+    ),
+)
+FACTS = [(relation, *fact.split()) for relation in RELATIONS for fact in relation.facts.split(",")]
 
 
 class Prompt(NamedTuple):
@@ -49,31 +100,31 @@ class Prompt(NamedTuple):
 
 def prompts(number: int) -> dict[str, list[Prompt]]:
     """By set: what is compared within each. Where two prompts have the same context, at most one fits the model."""
-    country, capital = CAPITALS[number].split()
-    other, third = (CAPITALS[(number + shift) % len(CAPITALS)].split()[1] for shift in (5, 11))
+    relation, country, known_word = FACTS[number]
+    same = [word for one, _, word in FACTS if one is relation]
+    other, third = (same[(same.index(known_word) + shift) % len(same)] for shift in (5, 11))
     invented = INVENTED[number % len(INVENTED)]
-    known, unknown = (f" The capital of {name} is the city of" for name in (country, invented))
-    moved = f"The government has moved: the capital of {country} is now {{}}."
-    told = f"Far away, the capital of {invented} is {other}."
-    order = slice(None, None, 1 if number // 2 % 2 else -1)  # in both halves of the countries both orders
-    double = (f"In the new atlas, the capital of {country} is {other}.", moved.format(third))[order]
-    mixed = (told, f"It rained in {other} last week, and the shops closed early.")[order]
+    known, unknown = (relation.asked.format(name) for name in (country, invented))
+    told, moved = relation.told.format(invented, other), relation.new.format(country, "{}")
+    order = slice(None, None, 1 if number // 2 % 2 else -1)  # in both halves of the facts both orders
+    double = (relation.other.format(country, other), moved.format(third))[order]
+    mixed = (told, relation.beside.format(other))[order]
     return {
         "context or memory": [
             Prompt((moved.format(other),), known, f" {other}", (True,)),
             Prompt((told,), unknown, f" {other}", (True,)),
-            Prompt((BESIDE[number % 2],), known, f" {capital}", (False,)),
+            Prompt((BESIDE[number % 2],), known, f" {known_word}", (False,)),
         ],
         "two answers": [
-            Prompt(double, known, f" {city}", tuple(f" {city}." in one for one in double)) for city in (other, third)
+            Prompt(double, known, f" {word}", tuple(f" {word}." in one for one in double)) for word in (other, third)
         ],
         "the word twice": [Prompt(mixed, unknown, f" {other}", tuple(one == told for one in mixed))],
     }
 
 
 def lines(lens: tl.Lens, rules: Sequence[str] = RULES) -> Iterator[dict[str, Any]]:
-    """One line per country and set; prompts that the model answers otherwise are left out."""
-    for number in range(len(CAPITALS)):
+    """One line per fact and set; prompts that the model answers otherwise are left out."""
+    for number in range(len(FACTS)):
         for name, some in prompts(number).items():
             fitting = [one for one in some if _fits(lens, one, alone=name == "the word twice")]
             truth = [float(used) for one in fitting for used in one.used]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens.errors import InputError
+from tensorlens.files import from_json
 from tensorlens.maps.groups import sentences
 from tensorlens.studies.datasets import text_lines
 
@@ -20,13 +20,13 @@ class Item:
     """A prompt, the answer to explain, and the passage that it stands on.
 
     Attributes:
-        judge: ``"documents"``, ``"needles"`` or ``"injections"``.
+        judge: ``"documents"``, ``"needles"``, ``"injections"`` or ``"titles"``.
         set: Items that belong together: a kind of fact, a length, an injected goal.
         name: Its name; items of the same document share what stands before the colon.
         before: The prompt up to the passages.
         passages: The passages.
         after: The prompt after them; on its own, the prompt without a context.
-        answer: The answer, begun by a space.
+        answer: The answer, begun by a space, or its tokens.
         right: The number of the passage that it stands on.
         between: What stands between two passages.
         by_token: Whether the tokens of the passages are ranked, and not the passages.
@@ -38,7 +38,7 @@ class Item:
     before: str
     passages: tuple[str, ...]
     after: str
-    answer: str
+    answer: str | Sequence[int]
     right: int
     between: str = " "
     by_token: bool = False
@@ -135,11 +135,15 @@ def needles(folder: Path, haystack: Path, lengths: Sequence[int], n: int, count:
         n: Items for each length.
         count: From a text to its number of tokens.
     """
-    rows = json.loads((folder / "single.json").read_text("utf-8"))
+    try:
+        rows = from_json((folder / "single.json").read_text("utf-8"))
+        known = [(str(row["needles"][0]), str(row["question"])) for row in rows]
+    except (OSError, ValueError, RecursionError, KeyError, IndexError, TypeError) as error:
+        raise InputError(f"Expected a list of objects with `question` and `needles` in single.json: {error}") from None
     hay, made = sentences_of(haystack), list[Item]()
     for length in lengths:
-        for k, row in enumerate(rows[:n]):
-            needle, after = row["needles"][0], f"\n\nQuestion: {row['question']}\nAnswer:"
+        for k, (needle, question) in enumerate(known[:n]):
+            after = f"\n\nQuestion: {question}\nAnswer:"
             room = length - count(after) - 2 * count(needle)
             passages, right = hidden(needle, hay, room, random.Random(f"{length} {k}"), count)
             made.append(

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tensorlens as tl
+from bench.judges.peers import Peer, save_model
 from bench.passages.items import Item
-from bench.passages.scores import RULES, TARGETS, scores_of
+from bench.passages.scores import RULES, TARGETS, passages_of, scores_of, units_of
 
 
 def run(
@@ -45,6 +46,40 @@ def run(
     return len(known)
 
 
+def ask_peers(
+    lens: tl.Lens,
+    items: Sequence[Item],
+    names: Sequence[str],
+    folder: Path,
+    python: str | None,
+    tell: Callable[[str], None] = print,
+) -> Iterable[dict[str, Any]]:
+    """Lines with the scores of other packages for the same items, and one line about these packages.
+
+    They are given the passages as sources, and score tokens, which are added up where passages are ranked.
+    """
+    save_model(lens, folder / "model")
+    lines, questions, units, about = list[dict[str, Any]](), list[dict[str, Any]](), list[Any](), dict[str, Any]()
+    for index, item in enumerate(items, 1):
+        answer = lens.answer(item.prompt, item.answer)
+        truth, of = units_of(answer, item)
+        asked = {"index": index, "ids": list(answer.prompt.ids), "answer": list(answer.ids), "by_token": item.by_token}
+        questions.append(asked | {"units": [list(one.tokens) for one in passages_of(answer, item)]})
+        units.append([one.tokens for one in of])
+        line = {"judge": item.judge, "set": item.set, "item": f"{item.judge}:{item.name}", "truth": truth}
+        lines.append(line | {"scores": {}})
+    for name in names:
+        found = Peer(name, folder, python, tell).run(folder / "model", questions)
+        right = {index: one["scores"] for index, one in found["answers"].items() if "scores" in one}
+        errors = {one["error"] for one in found["answers"].values() if "error" in one}
+        for index, scores in right.items():
+            lines[index - 1]["scores"][name] = [sum(scores[k] for k in tokens) for tokens in units[index - 1]]
+        about[name] = {"error": errors.pop()} | found["about"] if errors else found["about"]
+        about[name]["n"] = len(right)
+    yield {"peers": about}
+    yield from (line for line in lines if line["scores"])
+
+
 def write_lines(out: Path, lines: Iterable[dict[str, Any]], tell: Callable[[str], None] = print) -> int:
     """Append lines as they come; how many."""
     n = 0
@@ -52,5 +87,5 @@ def write_lines(out: Path, lines: Iterable[dict[str, Any]], tell: Callable[[str]
         for n, line in enumerate(lines, 1):
             file.write(json.dumps(line, allow_nan=False) + "\n")
             file.flush()
-            tell(f"{line['judge']}: {n}")
+            tell(f"{line.get('judge', 'peers')}: {n}")
     return n

@@ -27,33 +27,30 @@ TARGETS: dict[str, TargetKind] = {"centred": "centred", "raised": "centred", "ru
 
 
 def scores_of(
-    lens: tl.Lens, item: Item, rules: Sequence[str] = RULES, targets: Iterable[str] = TARGETS
+    lens: tl.Lens,
+    item: Item,
+    rules: Sequence[str] = RULES,
+    targets: Iterable[str] = TARGETS,
+    only: int | None = None,
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """What is right, and by method a score, for each passage or token."""
+    """What is right, and by method a score, for each passage or token; of one token of the answer, if it is given."""
     found: dict[str, list[float]] = {}
-    weights: Tensor | None = None
-    truth, units = list[float](), list[Group]()
+    truth, units, weights = list[float](), list[Group](), dict[str, Tensor]()
     for name in rules:
         answer = lens.with_rules(name).answer(item.prompt, item.answer)
-        if weights is None:
-            passages = _passages(answer, item)
-            of = [
-                (k, one)
-                for k, group in enumerate(passages)
-                for one in ([[j] for j in group.tokens] if item.by_token else [group.tokens])
-            ]
-            units = [Group(str(i), tuple(tokens)) for i, (_, tokens) in enumerate(of)]
-            truth = [float(k == item.right) for k, _ in of]
-            weights = raised(lens, answer, item)
-            found |= {"mean attention": mean_attention(lens, answer, units)}
+        if not found:
+            truth, units = units_of(answer, item)
+            every = torch.ones(len(answer.ids)) if only is None else torch.eye(len(answer.ids))[only]
+            weights = {one: raised(lens, answer, item) if one == "raised" else every for one in targets}
+            found |= {"mean attention": mean_attention(lens, answer, units, every)}
             found |= token_controls(answer, units) if item.by_token else controls(answer.text, item)
         recording, first = answer.tensor.operator.recording, answer.positions.start
         taken = {j for one in units for j in one.tokens}
         groups = [*units, Group("rest", tuple(j for j in range(len(answer.tensor.tokens)) if j not in taken))]
         for target in targets:
             made = make_targets(recording, answer.ids, first, TARGETS[target])
-            row = weights[None] if target == "raised" else torch.ones(1, len(answer.ids))
-            given = shares(answer.tensor.operator, made, row.to(answer.tensor.device), groups, "pulls")
+            row = weights[target][None].to(answer.tensor.device)
+            given = shares(answer.tensor.operator, made, row, groups, "pulls")
             found[f"{name}, {target}"] = given.scores[0, : len(units)].tolist()
     return truth, found
 
@@ -64,8 +61,10 @@ def raised(lens: tl.Lens, answer: Any, item: Item) -> Tensor:
     return (torch.tensor(answer.log_probabilities) - torch.tensor(bare.log_probabilities)).clamp_min(0)
 
 
-def mean_attention(lens: tl.Lens, answer: Any, groups: Sequence[Group]) -> list[float]:
+def mean_attention(lens: tl.Lens, answer: Any, groups: Sequence[Group], weights: Tensor) -> list[float]:
     """Attention to each passage from the positions that predict the answer, the mean of all heads and blocks.
+
+    Positions are weighted as the tokens that they predict.
 
     Of a model with an encoder, that of its decoder to the encoder's states.
     """
@@ -86,7 +85,9 @@ def mean_attention(lens: tl.Lens, answer: Any, groups: Sequence[Group]) -> list[
                 heads = model(ids[:, n:], past_key_values=past, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
-    by_token = torch.stack([one[0].float().mean((0, 1)) for one in heads]).mean(0)
+    by_token = (weights / weights.sum()).to(model.device) @ torch.stack([one[0].float().mean(0) for one in heads]).mean(
+        0
+    )
     return [float(by_token[list(group.tokens)].sum()) for group in groups]
 
 
@@ -125,7 +126,17 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-def _passages(answer: Any, item: Item) -> list[Group]:
+def units_of(answer: Any, item: Item) -> tuple[list[float], list[Group]]:
+    """What is ranked, the passages or their tokens, and which of it is right."""
+    of = [
+        (k, one)
+        for k, group in enumerate(passages_of(answer, item))
+        for one in ([(j,) for j in group.tokens] if item.by_token else [group.tokens])
+    ]
+    return [float(k == item.right) for k, _ in of], [Group(str(i), tokens) for i, (_, tokens) in enumerate(of)]
+
+
+def passages_of(answer: Any, item: Item) -> list[Group]:
     """The tokens of each passage without the very first token."""
     meta = {"text": answer.prompt.text, "offsets": [pair and list(pair) for pair in answer.prompt.offsets]}
     made = find_groups(item.groups(), answer.tensor.tokens[: answer.n_prompt_tokens], meta)

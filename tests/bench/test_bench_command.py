@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bench import records
 from bench.__main__ import app
+from bench.published import judge_table
 from tiny_study import lens_on
 from typer.testing import CliRunner
 
@@ -92,3 +93,48 @@ def test_methods_are_added_to_the_items_of_records(run, monkeypatch, tmp_path):
     (kept,) = records.read(tmp_path)
     assert len(kept.lines) == len(more) - 1
     assert all({"lxt.cp_lrp", "control.recency"} <= line["scores"].keys() for line in kept.lines)
+
+
+def test_texts_made_by_template_become_lines_and_it_says_how_far_it_is(run, monkeypatch, tmp_path):
+    folder, _ = run
+    made = [{"judge": "edits", "item": f"edits:{k}:0"} for k in range(3)]
+    monkeypatch.setattr("bench.judges.edits.lines", lambda lens, n: iter(made[:n]))
+    monkeypatch.setattr("bench.__main__.SECONDS_BETWEEN", 0.0)
+    command = [
+        "templates",
+        str(folder / "model"),
+        "--judge",
+        "edits",
+        "--out",
+        str(tmp_path / "lines.jsonl"),
+        "--n",
+        "2",
+    ]
+    for _ in range(2):  # the file is written anew
+        found = CliRunner().invoke(app, command)
+        assert found.exit_code == 0 and "2 items in" in found.stdout
+        assert [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()] == made[:2]
+    said = found.stderr.splitlines()
+    assert said[0].startswith("bench templates, 0 s: edits on ") and any(line.endswith("edits: 2") for line in said)
+    wrong = CliRunner().invoke(app, [*command[:3], "edit", *command[4:]])
+    assert wrong.exit_code != 0 and "must be among reactions, edits, concepts" in str(wrong.exception)
+
+
+def test_packages_keep_the_items_that_they_were_asked_about(run, monkeypatch, tmp_path):
+    folder, _ = run
+    monkeypatch.setattr("bench.records.FOLDER", tmp_path)
+    before = folder / "runs" / "tiny" / "evidence"
+    lines = [json.loads(line) for line in (before / "samples.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "truth" in line]
+    half = [line | {"scores": {name: line["truth"] for name in ("flashtrace", "tensor.in_out")}} for line in lines[:1]]
+    about = {"peers": {"flashtrace": {"version": "1", "n": 1}, "inseq.x": {"error": "is missing", "n": 0}}}
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [about, *half]))
+    found = CliRunner().invoke(app, ["keep", str(before), str(tmp_path / "more.jsonl"), "--model", "tiny"])
+    assert found.exit_code == 0, found.output
+    (kept,) = records.read(tmp_path)
+    assert sum("flashtrace" in line["scores"] for line in kept.lines) == 1 < len(kept.lines)
+    assert not any("tensor.in_out" in line["scores"] for line in kept.lines)  # ours is asked about every item
+    table = judge_table(kept)
+    assert "Packages: flashtrace 1, inseq.x (is missing)." in table
+    (row,) = (one for one in records.rows(kept) if one.method == "flashtrace")
+    assert (f"flashtrace ({row.n} items)" in table) == (row.n < len(lines))

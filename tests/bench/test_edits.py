@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from bench.judges import edits
+from bench.judges import concepts, edits
 from tiny_language import tokenizer
 
 import tensorlens as tl
@@ -49,3 +49,21 @@ def test_a_line_has_the_scores_of_words_for_the_edit(monkeypatch):
             assert line["truth"] == list(map(float, one.decides)) and line["item"] == "edits:0:0"
             nearest = line["scores"]["control.nearest"]
             assert one.text[slice(*one.words[nearest.index(max(nearest))])] in ("a", one.text.split()[4])
+
+
+def test_a_line_of_concepts_has_the_size_of_each_pair_of_words():
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        vocab_size=len(tokenizer()), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4
+    )
+    words = zoo.randomise(hf.BertModel(config)).eval()
+    lens = tl.Lens(words, tokenizer())
+    found, pair = next(concepts.lines(lens, 1, ("paper",))), next(concepts.pairs(0, 1))
+    made = tl.similarity(lens, pair.first, pair.second, pooling="mean")  # a token per character
+    row, column = (f" {word}" for word in pair.known)  # a space belongs to the word after it
+    i, j = pair.first.index(row), pair.second.index(column)
+    block = made.scores[i : i + len(row), j : j + len(column)]
+    scores = found["scores"]["pairs@paper"]
+    assert found["item"] == "concepts:0:0" and len(scores) == len(found["truth"]) and sum(found["truth"]) == 1
+    assert scores[found["truth"].index(1.0)] == pytest.approx(abs(float(block.sum())), rel=1e-3)
+    assert {*found["scores"]} == {"pairs@paper", *concepts.BASELINES}

@@ -12,16 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-import zoo
 from bench.judges import JUDGES, peers
 from bench.judges.compiled import CompiledModel
-from bench.judges.needles import needles
 from bench.judges.pairs import patched, patching_pairs
 from bench.judges.peer_process import without_opening
 from bench.judges.run import BenchOptions, judge
 from bench.records import correlation
-from tiny_study import WORDS, lens_on, tokenizer
+from tiny_study import lens_on
 
 import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
@@ -205,27 +202,6 @@ def test_a_compiled_block_reads_what_it_is_told_to():
     assert float(found.output[3, 3]) == pytest.approx(1.0)
     scores = found.map("tensor.in_class", out_token=3, target=3).scores[0]
     assert torch.allclose(scores, torch.tensor([0.0, 1, 0, 0], dtype=scores.dtype), atol=1e-9)
-
-
-def test_needles_are_found_where_they_were_hidden(tmp_path):
-    sizes: dict = zoo.TEXT | {"max_position_embeddings": 400}
-    lens = tl.Lens(hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_key_value_heads=2)).eval(), tokenizer(wrapped=False))
-    hay = ". ".join(" ".join(WORDS[k % len(WORDS)] for k in range(i, i + 9)) for i in range(40)) + ".\n"
-    (tmp_path / "wikitext-2").mkdir()
-    (tmp_path / "wikitext-2" / "valid.txt").write_text(hay)
-    (tmp_path / "needles").mkdir()
-    needle = {"question": "where sat the cat?", "needles": ["the cat sat on houses."], "gt_answers": ["houses"]}
-    bad = [{"question": "where?"}, needle | {"gt_answers": ["nowhere"]}, 3]
-    (tmp_path / "needles" / "single.json").write_text(json.dumps([needle, *bad]))
-    (tmp_path / "needles" / "torn.json").write_text("[")
-    found = needles(lens, tmp_path / "needles", tmp_path / "wikitext-2" / "valid.txt", lengths=(120,))
-    (item,) = found.items
-    assert [item.labels[k] for k, one in enumerate(item.truth or ()) if one] == ["the cat sat on houses."]
-    assert 100 <= len(item.ids) <= 150 and len(item.units) >= 4
-    assert item.target == lens.processor("houses")["input_ids"][0]
-    said = "\n".join(found.problems)
-    for expected in ("single.json, row 2, 120 tokens", "row 3, 120 tokens: The answer 'nowhere'", "row 4", "torn.json"):
-        assert expected in said
 
 
 def test_patching_judges_components(tmp_path):

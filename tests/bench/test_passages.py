@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 import zoo
-from bench.passages import context_use, items
+from bench.passages import context_use, items, titles
 from bench.passages.run import run
 from bench.passages.scores import TARGETS, bm25, raised, scores_of
 from tiny_language import tiny_lens, tokenizer
@@ -63,13 +64,18 @@ def test_an_injection_stands_where_it_says(tmp_path):
         items.injections(tmp_path / "nothing", 5)
 
 
-def test_of_a_model_with_an_encoder_attention_is_that_of_its_decoder_to_it():
+def t5_lens() -> tl.Lens:
+    """A tiny T5 that reads a token per character."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
     ends = {"decoder_start_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = hf.T5Config(vocab_size=len(tokenizer()), **sizes, **ends)
-    model = zoo.randomise(hf.T5ForConditionalGeneration(config)).eval().requires_grad_(False)
-    lens, (item,) = tl.Lens(model, tokenizer()), items.documents(1)
+    return tl.Lens(zoo.randomise(hf.T5ForConditionalGeneration(config)).eval().requires_grad_(False), tokenizer())
+
+
+def test_of_a_model_with_an_encoder_attention_is_that_of_its_decoder_to_it():
+    lens, (item,) = t5_lens(), items.documents(1)
+    model: Any = lens.model
     truth, scores = scores_of(lens, item, ("paper",), ("centred", "raised"))
     read = lens.prepare(item.prompt).arguments["input_ids"]
     said = torch.tensor([[0, *tokenizer()(item.answer)["input_ids"]]])
@@ -111,8 +117,7 @@ def test_a_run_writes_raw_scores_and_continues(tmp_path):
 
 
 def test_a_context_says_what_it_is_said_to_say():
-    for number, fact in enumerate(context_use.CAPITALS):
-        country, capital = fact.split()
+    for number, (_, country, capital) in enumerate(context_use.FACTS):
         made = context_use.prompts(number)
         told, invented, silent = made["context or memory"]
         assert told.answer.strip() in told.text and told.answer.strip() != capital and told.used == (True,)
@@ -124,7 +129,7 @@ def test_a_context_says_what_it_is_said_to_say():
             assert [one.answer.strip() in sentence for sentence in one.context] == list(one.used)
         (twice,) = made["the word twice"]
         assert all(twice.answer.strip() in sentence for sentence in twice.context) and sum(twice.used) == 1
-        assert ["capital" in one for one in twice.context] == list(twice.used)
+        assert [one.startswith("Far away, ") for one in twice.context] == list(twice.used)
 
 
 def test_what_was_used_is_known_from_the_answers_of_the_model(monkeypatch):
@@ -136,7 +141,7 @@ def test_what_was_used_is_known_from_the_answers_of_the_model(monkeypatch):
             said(("A b c.", "E f g."), " d", "?", (False, True)),
         ]
     }
-    monkeypatch.setattr(context_use, "CAPITALS", ("France Paris",))
+    monkeypatch.setattr(context_use, "FACTS", context_use.FACTS[:1])
     monkeypatch.setattr(context_use, "prompts", lambda number: made)
     (line,) = context_use.lines(lens, ("paper",))
     best, second = lens("A b c. E f g. d").predictions(2)
@@ -153,3 +158,32 @@ def test_recovery_is_the_share_of_right_tokens_in_the_top_fifth():
     assert recovery(np.arange(10.0), truth) == 0 and recovery(-np.arange(10.0), truth) == 1
     assert recovery(np.zeros(10), truth) == pytest.approx(0.2)  # ties are broken by chance
     assert recovery(np.array([5.0, 1, 1, 0, 0, 0, 0, 0, 0, 0]), truth) == pytest.approx(0.75)
+
+
+def test_a_copied_word_stands_once_in_both():
+    words, title = (
+        ["The", "Castle", "of", "the", "old", "king;", "Gardens", "and", "gardens", "near", "castles", "burned."],
+        "Old castle burned, gardens",
+    )
+    offsets = [(0, 3), (3, 8), (8, 10), (10, 16), (16, 18), (18, 26)]
+    assert titles.copied(words, title, offsets) == [titles.Copied(1, 1), titles.Copied(11, 3)]
+    assert titles.copied(words, "castle Castle", [(0, 6), (6, 13)]) == []
+
+
+def test_a_line_explains_the_first_token_of_a_copied_word(tmp_path, monkeypatch):
+    lens, title, own = t5_lens(), "a burned castle", tl.Lens.answer
+    text = "In spring the castle was burned by soldiers ."
+    (tmp_path / "text.txt").write_text(text + "\n")
+    monkeypatch.setattr(tl.Lens, "answer", lambda self, prompt, answer=None, **more: own(self, prompt, answer or title))
+    found = list(titles.lines(lens, tmp_path / "text.txt", 1, ("paper",), ("centred",)))
+    sentence = text.replace(" .", ".")
+    ranked = ["spring", "castle", "burned", "soldiers"]
+    assert [ranked[line["truth"].index(1.0)] for line in found] == ["burned", "castle"]
+    answer = lens.answer(sentence)
+    for line, word in zip(found, ("burned", "castle"), strict=True):
+        places = [(one, sentence.index(one), sentence.index(one) + len(one)) for one in ranked]
+        rows = answer.map(rows="tokens", groups=places, target="centred")
+        expected = rows.scores[title.index(word)][[rows.in_tokens.index(one) for one in ranked]].tolist()
+        given = line["scores"]["paper, centred"]
+        assert given[:3] == pytest.approx(expected[:3], rel=1e-3, abs=1e-6)
+        assert line["item"] == f"titles:0:{sentence.split().index(word)}" and sum(line["truth"]) == 1

@@ -15,6 +15,7 @@ import tensorlens as tl
 ROOT = Path(__file__).parents[2]
 PAGES = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("leaderboard.md", "what-to-use.md")}
 FILES = sorted((ROOT / "bench" / "records").glob("*.jsonl.gz"))
+PACKAGES = ("lxt.", "captum.", "inseq.", "flashtrace", "context_cite", "transformer_lens")
 
 
 def lines_of(path):
@@ -40,7 +41,7 @@ def expected(judge, scores, truth):
         high = sum(t for x, t in zip(scores, truth, strict=True) if x > level)
         tied = [t for x, t in zip(scores, truth, strict=True) if x == level]
         return (high + (n - sum(x > level for x in scores)) * sum(tied) / len(tied)) / sum(truth)
-    if judge != "evidence":
+    if judge in ("documents", "needles"):
         best = [k for k in range(n) if scores[k] == max(scores)]
         return sum(truth[k] > 0 for k in best) / len(best)
     top = max(scores[k] for k in range(n) if truth[k] > 0)
@@ -101,9 +102,13 @@ def test_every_cell_of_the_leaderboard(path):
     table = page[start : page.find("<!-- /records -->", start)]
     following = table.find("\n**", 3)
     table = table[:following] if following > 0 else table
-    cells = dict(re.findall(r"^\| \*{0,2}(.+?)\*{0,2} \| (.* \| .*) \|$", table, re.MULTILINE))
+    named = re.findall(r"^\| \*{0,2}(.+?)\*{0,2}(?: \((\d+) items\))? \| (.* \| .*) \|$", table, re.MULTILINE)
+    cells, sizes = {name: some for name, _, some in named}, {name: int(size) for name, size, _ in named if size}
     chosen, reported = halves(judge, lines)
+    n_all = max(sum(map(len, sets.values())) for sets in reported.values())
     for method in chosen:
+        n = sum(map(len, reported[method].values()))
+        assert n == sizes.get(method, n_all) and (n == n_all or method.startswith(PACKAGES))
         first, second = cells[method].split(" | ")
         value, *bounds = map(float, re.findall(r"-?\d\.\d+", second))
         assert float(first) == pytest.approx(mean_of_means(chosen[method]), abs=6e-4)
@@ -124,17 +129,51 @@ def _variance(some):
     return sum((one - mean) ** 2 for one in some) / len(some)
 
 
+def test_packages_are_compared_on_the_items_that_they_were_asked_about():
+    page, n = PAGES["what-to-use.md"], 0
+    for path in FILES:
+        about, lines = lines_of(path)
+        judge, names = (
+            lines[0]["judge"],
+            {name for line in lines for name in line["scores"] if name.startswith(PACKAGES)},
+        )
+        row = re.search(rf"^\| {judge}, {re.escape(about['model'])} \| (.*) \|$", page, re.MULTILINE)
+        if not names or row is None:
+            continue
+        ours = re.findall(r"^Chosen: \*\*(.+?)\*\*", page[: row.start()], re.MULTILINE)[-1]
+        gaps, is_same = {}, re.search(rf"Chosen: \*\*{re.escape(ours)}\*\*, .*; (.*) computes? the same map\.", page)
+        for name in names:
+            pairs = [(line["scores"][ours], line["scores"][name]) for line in lines if name in line["scores"]]
+            apart = max(abs(x - y) / max(map(abs, a)) for a, b in pairs for x, y in zip(a, b, strict=True))
+            assert (is_same is not None and name in is_same[1].split(", ")) == (apart < 1e-3)
+            if apart < 1e-3:
+                continue
+            _, reported = halves(judge, [line for line in lines if name in line["scores"]])
+            if name in reported:
+                gaps[name] = mean_of_means(reported[ours]) - mean_of_means(reported[name])
+        said = re.match(r"(\S+)(?: \(\d+ items\))? \d\.\d+: ([+-]\d\.\d+)", row[1].split(" | ")[2])
+        assert said is not None and gaps[said[1]] == min(gaps.values())
+        assert float(said[2]) == pytest.approx(gaps[said[1]], abs=6e-4)
+        n += 1
+    assert n >= 2
+
+
 def test_whether_a_choice_is_confirmed_is_what_its_rows_say():
     tables = re.findall(
         r"^Chosen: \*\*.*?\*\*, (.*?)\.\n\n(.*?)\n\n", PAGES["what-to-use.md"], re.MULTILINE | re.DOTALL
     )
-    assert len(tables) == 5
+    assert len(tables) == 8
     for said, table in tables:
-        rivals = [row.split(" | ")[2] for row in table.splitlines()[2:]]
-        ends = [re.findall(r"[+-]\d\.\d+", one)[-2:] for one in rivals if one != "–"]
-        counts = sum(low > 0 for low, _ in ((float(a), float(b)) for a, b in ends)), sum(float(b) < 0 for _, b in ends)
-        expected = "clearly above every baseline and control in {} of {} runs, clearly behind any in {}"
-        assert said == (expected.format(counts[0], len(ends), counts[1]) if ends else "no baseline is known")
+        n_rivals = 2 if "best package" in table.splitlines()[0] else 1
+        above = behind = n = 0
+        for row in table.splitlines()[2:]:
+            rivals = [one for one in row.split(" | ")[2 : 2 + n_rivals] if one != "–"]
+            ends = [tuple(map(float, re.findall(r"[+-]\d\.\d+", one)[-2:])) for one in rivals]
+            above += bool(ends) and all(low > 0 for low, _ in ends)
+            behind += any(high < 0 for _, high in ends)
+            n += bool(ends)
+        expected = f"clearly above its best rivals in {above} of {n} runs, clearly behind any in {behind}"
+        assert said.partition("; ")[0] == (expected if n else "no baseline is known")
 
 
 CIRCUITS = sorted((ROOT / "bench" / "records" / "circuits").glob("*.jsonl.gz"))
@@ -225,7 +264,7 @@ def test_reasons_say_what_the_records_say():
     word, passage, component = (tl.recommended(one).because for one in ("word", "passage", "component"))
     gains = []
     for name in (one for one in by_name if one.startswith("evidence-")):
-        baselines = [value(name, one) for one in by_name[name] if not one.startswith("tensor.")]
+        baselines = [value(name, one) for one in by_name[name] if not one.startswith(("tensor.", *PACKAGES))]
         gains.append(value(name, "tensor.in_class@attn_lrp") - max(baselines))
     assert len(gains) == 4 and f"by {min(gains):.2f} to {max(gains):.2f} in reciprocal rank" in word
     assert value("evidence-gemma3-270m", "tensor.in_class@half_gate") > value(
@@ -244,7 +283,11 @@ def test_what_is_recommended_is_what_the_first_halves_choose(question):
     """For each question the best of the first halves, by the same judges in all models, with nothing from bench."""
     import tensorlens as tl
 
-    judges = {"word": ("evidence",), "passage": ("documents", "needles", "injections"), "component": ("patching",)}
+    judges = {
+        "word": ("evidence", "edits"),
+        "passage": ("documents", "needles", "injections"),
+        "component": ("patching",),
+    }
     runs = [halves(*_judged(path))[0] for path in FILES if path.name.startswith(judges[question])]
     runs = [{name: mean_of_means(sets) for name, sets in run.items() if _of_T(name)} for run in runs]
     common = {name: sum(run[name] for run in runs) / len(runs) for name in set.intersection(*map(set, runs))}

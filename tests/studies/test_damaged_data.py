@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.judges.compiled import compiled_programs
-from bench.judges.needles import needles
 from bench.judges.pairs import patching_pairs
+from bench.passages.items import needles
 from damage import ALL, BYTES, SAMPLE, WORDS, Damage, cut, flip, refusals, splice
 from tiny_language import write_relation
 from tiny_study import WORDS as VOCABULARY
@@ -25,7 +25,7 @@ ROWS = [
     {"prefix": "the cat sat on a", "good": "mat", "bad": "birds", "evidence": "cat"},
     {"prefix": "seven tall grey", "good": "houses", "bad": "fly", "evidence": "seven"},
 ]
-NEEDLE = {"question": "where sat the cat?", "needles": ["the cat sat on houses."], "gt_answers": ["houses"]}
+NEEDLE = {"question": "where sat the cat?", "needles": ["the cat sat on houses."]}
 TEXT: tuple[Damage, ...] = (flip, cut, splice)
 SETTINGS = {"seed": 0, "methods": ["tensor.norm"]}
 
@@ -79,7 +79,7 @@ def _relation(path: Path) -> None:
 
 
 def _needles(path: Path) -> None:
-    path.write_text(json.dumps([NEEDLE, NEEDLE]))
+    path.with_name("single.json").write_text(json.dumps([NEEDLE, NEEDLE]))
     sentences = (" ".join(VOCABULARY[k % len(VOCABULARY)] for k in range(i, i + 9)) for i in range(40))
     path.with_name("hay.txt").write_text(". ".join(sentences) + ".\n")
 
@@ -150,7 +150,7 @@ def _read_run(file: Path) -> None:
 
 def _read_needles(file: Path) -> None:
     folder = file.parent
-    needles(lens_on("llama"), folder, folder / "hay.txt", lengths=(36,)).about()
+    assert needles(folder, folder / "hay.txt", (36,), 2, lambda text: len(text.split()))
 
 
 FORMATS = {
@@ -176,7 +176,6 @@ NAMES_PROBLEMS = {
     "evidence",
     "evidence lines",
     "pairs",
-    "needles",
     "program",
     "weights of a program",
     "lines of a run",
@@ -198,14 +197,13 @@ def test_damaged_data_are_refused_named_or_read(name: str, count: int, tmp_path:
 
 def test_a_whole_file_of_each_judge_gives_items(tmp_path: Path):
     """Otherwise nothing would be shown by reading the others."""
-    lens, n_items = lens_on("llama"), {"evidence": 2, "pairs": 1, "needles": 2, "program": 2}
+    lens, n_items = lens_on("llama"), {"evidence": 2, "pairs": 1, "program": 2}
     for name in n_items:
         make, file, _, _ = FORMATS[name]
         (tmp_path / name).mkdir()
         make(tmp_path / name / file)
     judges = [
         patching_pairs(lens, tmp_path / "pairs"),
-        needles(lens, tmp_path / "needles", tmp_path / "needles" / "hay.txt", lengths=(36,)),
         compiled_programs(tmp_path / "program"),
     ]
     found = [evidence(lens, tmp_path / "evidence"), *((one.items, one.problems) for one in judges)]
