@@ -115,7 +115,7 @@ class Anatomy:
     @property
     def leaves_blocks_out(self) -> bool:
         """Whether the list of the blocks contains more blocks than ran."""
-        listed = dict(self.model.named_modules()).get(self.stack)
+        listed = module_tree(self.model).get(self.stack)
         return isinstance(listed, CONTAINERS) and len(listed) > len(set(self.blocks))
 
 
@@ -235,7 +235,7 @@ def _inside_compiled(model: nn.Module) -> nn.Module:
 
 def _is_entered_directly(anatomy: Anatomy, evidence: Evidence) -> bool:
     """Whether blocks ran by one of their methods, so that only their parts were seen."""
-    paths = {id(module): path for path, module in evidence.root.module.named_modules()}
+    paths = {id(module): path for path, module in module_tree(evidence.root.module).items()}
     called = {call.path for call in evidence.calls}
     steps = [path.split(".") for path in called]
     inside = {".".join(step[:n]) for step in steps for n in range(1, len(step))} - called
@@ -467,7 +467,7 @@ def encoder_and_decoder(model: nn.Module) -> tuple[str, str, str] | None:
     """Paths of the encoder, its blocks and the decoder's blocks, for a model that runs one after the other."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in module_tree(model).items()}
     encoder, decoder = ask(model, "get_encoder"), ask(model, "get_decoder")
     if encoder is None or decoder is None or encoder is decoder or decoder is model or encoder is model:
         return None

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorlens.models.layouts import is_state, main_tensor
-from tensorlens.models.runner import Call, own_errors, refuse_without_values, running
+from tensorlens.models.runner import Call, module_tree, own_errors, refuse_without_values, running
 from tensorlens.trees import map_tensors, tensors_in
 
 BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
@@ -270,7 +270,7 @@ class _Calls:
     """The module calls of one pass in this thread."""
 
     def __init__(self, model: nn.Module, flow: _Flow, methods_of: Sequence[nn.Module]) -> None:
-        self._paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
+        self._paths = {id(module): path for path, module in module_tree(model).items()}
         self._flow = flow
         self._by_methods = set(map(id, methods_of))
         self.made: list[ModuleCall] = []
