@@ -64,12 +64,12 @@ def judge(
     peer_python: Annotated[str | None, typer.Option(help="Python of the environment with these packages.")] = None,
     peer_limit: Annotated[int | None, typer.Option(help="Items per set for other packages, at most.", min=1)] = None,
     limit: Annotated[int | None, typer.Option(help="Largest number of items per set.", min=1)] = None,
-    quick: Annotated[bool, typer.Option(help="Try it: five items per set, four rule sets, two controls.")] = False,
+    quick: Annotated[bool, typer.Option(help="Quick trial: five items per set, four rule sets, two controls.")] = False,
     seed: Annotated[int, typer.Option(help="Random seed for replaced tokens and the bootstrap.")] = 0,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Which method finds what is known to matter? Benchmarks with known answers; every method sees the same items.
+    """Which method finds the parts that are known to matter? Benchmarks with known answers, the same items for all.
 
     Several processes share a run under torchrun or accelerate launch.
     """
@@ -122,7 +122,7 @@ def _print(result: Any) -> None:
 
 def passages(
     model: Model,
-    out: Annotated[Path, typer.Option(help="Output file, one JSON line per item. An existing file is continued.")],
+    out: Annotated[Path, typer.Option(help="Output file, one JSON line per item. An existing file is resumed.")],
     judges: Annotated[
         str, typer.Option(help="Benchmarks: documents, needles, injections, titles, context.")
     ] = "documents",
@@ -221,7 +221,7 @@ def keep(
     model: Annotated[str, typer.Option(help="Short name of the model.")],
     about: Annotated[str, typer.Option(help="Device and precision, in words.")] = "CPU, float32",
 ) -> None:
-    """Put the raw scores of runs into bench/records, one file per benchmark. Added to records, runs add no items."""
+    """Put the raw scores of runs into bench/records, one file per benchmark; records among them limit the items."""
     import json
 
     from bench.records import FOLDER
