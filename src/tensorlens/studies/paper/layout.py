@@ -41,7 +41,7 @@ Rows = list[dict[str, str]]
 
 
 class About(NamedTuple):
-    """What stands around a table."""
+    """The texts around a table."""
 
     table: TableSettings
     line: str

@@ -287,7 +287,7 @@ class PaperTable:
         return said
 
     def _open(self, settings: Record) -> list[str]:
-        """What the paper leaves open in a perturbation table, and what was taken."""
+        """The points that the paper leaves open in a perturbation table, and our choices."""
         options, training = self.options, self.protocol.training
         token = settings["data"].get("replacement_token")
         kept = options.keep_first
