@@ -18,8 +18,8 @@ from bench.judges.reactions import reactions
 from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.errors import InputError
 from tensorlens.files import to_json
-from tensorlens.studies.perturbation_study.report import Comparing, curves_of, perturbation_summary
-from tensorlens.studies.relation_study.report import relation_summary
+from tensorlens.studies.perturbation_report import Comparing, curves_of, perturbation_summary
+from tensorlens.studies.relation_report import relation_summary
 
 FOLDER = Path(__file__).parent / "records" / "paper"
 PAGE = DOCS / "results.md"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from bench.judges.peers import PEERS, ask_peers
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
 from tensorlens.studies.judge_study import SUFFIXES, JudgeOptions, evidence
-from tensorlens.studies.options import checked_names, chosen_options
+from tensorlens.studies.options import Count, Names, checked_names, chosen_options
 from tensorlens.studies.runs import Run, StudyResult
 
 
@@ -28,14 +28,13 @@ class BenchOptions(JudgeOptions, frozen=True, kw_only=True):
         peer_limit: Items of each set that peers are asked about, at most; as many as `limit` if None.
     """
 
-    judges: Sequence[str] = ("evidence",)
-    peers: Sequence[str] = ()
+    judges: Names = ("evidence",)
+    peers: Names = ()
     peer_python: str | None = None
-    peer_limit: int | None = None
+    peer_limit: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_positive("peer_limit")
         self.settle(judges=checked_names(self.judges, JUDGES, "judges"))
         if self.peers:
             self.settle(peers=checked_names(self.peers, PEERS, "peers"))

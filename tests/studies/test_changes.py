@@ -10,9 +10,8 @@ import torch
 from tiny_study import TEXTS, lens_on, study
 
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.curves import changes_of
-from tensorlens.studies.perturbation_study.run import PerturbationOptions, groups_of
-from tensorlens.studies.perturbation_study.samples import Texts
+from tensorlens.studies.perturbation_samples import Texts
+from tensorlens.studies.perturbation_study import PerturbationOptions, changes_of, groups_of
 from tensorlens.studies.plain_model import PlainModel
 
 

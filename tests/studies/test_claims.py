@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tensorlens.app.cli import app
 from tensorlens.studies import word_pairs
-from tensorlens.studies.fidelity_study.measures import alternative_bounds
+from tensorlens.studies.fidelity_study import alternative_bounds
 
 
 def test_a_baseline_in_the_place_of_T_has_a_norm_and_an_error_at_the_input_itself():

@@ -18,7 +18,7 @@ from tiny_study import lens_on
 
 from tensorlens.studies.datasets import RowFile, read_dataset
 from tensorlens.studies.judge_study import evidence, items_digest
-from tensorlens.studies.relation_study.prompts import load_relations
+from tensorlens.studies.relation_prompts import load_relations
 from tensorlens.studies.runs import Run, as_line
 
 ROWS = [

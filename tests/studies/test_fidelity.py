@@ -13,14 +13,14 @@ import tensorlens as tl
 from tensorlens.operators.bounds import product_bound
 from tensorlens.operators.spectrum import spectral_norm
 from tensorlens.studies import FidelityOptions, fidelity
-from tensorlens.studies.fidelity_study.measures import (
+from tensorlens.studies.fidelity_report import error_table, norm_table
+from tensorlens.studies.fidelity_study import (
     distance_to_jacobian,
     errors_along,
     jacobian_times,
     random_directions,
     token_directions,
 )
-from tensorlens.studies.fidelity_study.run import error_table, norm_table
 from tensorlens.studies.plain_model import plain_states, true_function
 
 LAYOUTS = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from tensorlens.errors import InputError
-from tensorlens.studies.perturbation_study import measures
+from tensorlens.studies import perturbation_study as measures
+from tensorlens.studies.perturbation_report import auc
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 20, 126])
@@ -33,7 +35,7 @@ def test_measures_by_hand():
     assert measures.hidden_state_mse(clean, moved).tolist() == [2.0, 0.0]
     logits, others = torch.tensor([0.0, math.log(3)]), torch.tensor([[math.log(3), 0.0], [0.0, math.log(3)]])
     assert measures.probability_drop(logits, others).tolist() == pytest.approx([0.5, 0.0])
-    assert measures.auc([0.0, 1.0, 2.0], [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
+    assert auc(np.array([0.0, 1.0, 2.0]), [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
     for grid in ([0.1, 0.2], [0.0], [0.0, 0.2, 0.2], [0.0, 1.5]):
         with pytest.raises(InputError, match="rising fractions"):
             measures.check_grid(grid)
@@ -46,7 +48,8 @@ def test_the_true_order_beats_random_on_a_linear_model():
     def area(scores):
         masks = measures.masks_along(measures.ranking(scores, range(20), "most", absolute=False), 20, measures.GRID)
         outputs = (~masks).double() @ weights
-        return measures.auc([0.0, *measures.hidden_state_mse(weights.sum(0), outputs).tolist()], measures.GRID)
+        moved = [0.0, *measures.hidden_state_mse(weights.sum(0), outputs).tolist()]
+        return auc(np.array(moved), measures.GRID)
 
     oracle = area(weights.norm(dim=1))
     assert all(oracle > area(torch.rand(20, generator=generator)) for _ in range(20))

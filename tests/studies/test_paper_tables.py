@@ -225,7 +225,7 @@ def test_tables_of_pictures(tmp_path, name):
 
 
 def test_class_folders_are_counted_in_alphabetical_order():
-    from tensorlens.studies.perturbation_study.samples import class_index
+    from tensorlens.studies.perturbation_samples import class_index
 
     model = hf.DeiTForImageClassification(hf.DeiTConfig(**VISION, intermediate_size=24, num_labels=3))
     names = ["n01440764", "n01443537", "n01484850"]
@@ -524,10 +524,10 @@ def test_bad_models_and_options_are_one_sentence_before_a_model_is_loaded(tmp_pa
     for changes, said in (
         ({"tables": {"brt": {}}}, "got 'brt'. Did you mean 'bert'?"),
         ({"tables": {"pico": {"wach": "first"}}}, "unknown field `wach`"),
-        ({"perturbation": {"keep_first": -1}}, "`keep_first` of at least 0"),
+        ({"perturbation": {"keep_first": -1}}, "`int` >= 0 - at `$.perturbation.keep_first`"),
         ({"relations": {"starts": [-1]}}, "such as (0,); got (-1,)"),
-        ({"training": {"epochs": -1}}, "`epochs` of at least 0"),
-        ({"training": {"learning_rate": -1.0}}, "`learning_rate` of at least 0"),
+        ({"training": {"epochs": -1}}, "`int` >= 0 - at `$.training.epochs`"),
+        ({"training": {"learning_rate": -1.0}}, "- at `$.training.learning_rate`"),
     ):
         with pytest.raises(InputError) as caught:
             read_protocol(small_protocol(tmp_path, **changes))

@@ -21,10 +21,9 @@ import tensorlens as tl
 from tensorlens.errors import InputError, MethodError
 from tensorlens.maps.methods import Method
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.curves import GroupMaps
-from tensorlens.studies.perturbation_study.report import perturbation_summary
-from tensorlens.studies.perturbation_study.run import PerturbationOptions, perturbation
-from tensorlens.studies.perturbation_study.samples import Sample, Texts
+from tensorlens.studies.perturbation_report import perturbation_summary
+from tensorlens.studies.perturbation_samples import Sample, Texts
+from tensorlens.studies.perturbation_study import GroupMaps, PerturbationOptions, perturbation
 
 TINY = str(Path(__file__).parents[1] / "tiny_study.py")
 
@@ -304,7 +303,8 @@ def test_in_out_of_the_mean_state_adds_up():
     """Its row and the share of the bias make up the square of the mean state."""
     lens = lens_on("gpt2")
     ids = torch.tensor([lens.processor(TEXTS[0])["input_ids"]])
-    sample = Sample(value={"input_ids": ids}, inputs={"input_ids": ids}, n_tokens=ids.shape[1], fixed=frozenset())
+    inputs, fixed = {"input_ids": ids}, frozenset[int]()
+    sample = Sample(prepared=lens.prepare(inputs), inputs=inputs, n_tokens=ids.shape[1], fixed=fixed)
     [maps] = GroupMaps(lens, ["tensor.in_out"], PerturbationOptions(watch="mean")).of([sample])
     found, mean = maps["tensor.in_out"], lens({"input_ids": ids}).output.double().mean(0)
     assert float(found.scores.sum() / (1 - found.bias_share[0])) == pytest.approx(float(mean @ mean), rel=1e-5)

@@ -17,7 +17,7 @@ from tensorlens.operators.spectrum import (
     stable_rank,
 )
 from tensorlens.studies import block_ranges, tensor_properties
-from tensorlens.studies.fidelity_study.properties import mean_properties, slice_properties
+from tensorlens.studies.properties import mean_properties, slice_properties
 
 
 def test_singular_values_equal_the_decomposition():

@@ -13,9 +13,11 @@ from tiny_language import COLOURS, START, tiny_lens, tokenizer, write_relation
 
 import tensorlens as tl
 from tensorlens.studies import RelationOptions, relations
+from tensorlens.studies import relation_prompts as prompts
 from tensorlens.studies.plain_model import plain_states, read_out
-from tensorlens.studies.relation_study import prompts
-from tensorlens.studies.relation_study.decoding import (
+from tensorlens.studies.relation_prompts import Fact, load_relations, read_relation
+from tensorlens.studies.relation_report import category_table, mean_with_interval, share, survival
+from tensorlens.studies.relation_study import (
     EMBEDDING,
     expand_locally,
     lre_predictor,
@@ -24,8 +26,6 @@ from tensorlens.studies.relation_study.decoding import (
     tensor_predictors,
     tune_scale,
 )
-from tensorlens.studies.relation_study.prompts import Fact, load_relations, read_relation
-from tensorlens.studies.relation_study.report import category_table, mean_with_interval, share, survival
 
 CAUSAL = ["gpt2", "llama", "gemma3", "olmo2", "neox-parallel", "phi"]
 QUICK = RelationOptions(n_splits=2, top_k=300, min_test=2, max_test=4, starts=(0, 2))
@@ -277,7 +277,7 @@ def test_subject_only_predictor_equals_its_definition():
 def test_lre_equals_the_autograd_jacobian(name):
     model, ids, position = zoo.build(name), zoo.sample(name), 3
     lens = tl.Lens(model)
-    found, subjects = expand_locally(lens.anatomy, ids, position, [EMBEDDING, 0, 2])
+    found = expand_locally(lens.anatomy, ids, position, [EMBEDDING, 0, 2])
     inputs = {"input_ids": torch.tensor([ids]), "use_cache": False}
     states = plain_states(lens.anatomy, inputs, read=(0, 2))
     for start in (0, 2):
@@ -290,10 +290,10 @@ def test_lre_equals_the_autograd_jacobian(name):
 
         jacobian = torch.autograd.functional.jacobian(from_subject, rest[0, position])
         assert torch.allclose(found[start].weight, jacobian, atol=1e-7)
-        assert torch.equal(subjects[start], rest[0, position])
-        assert torch.allclose(jacobian @ subjects[start] + found[start].bias, states.leaving[0, -1], atol=1e-9)  # type: ignore[index]
+        assert torch.equal(found[start].subject, rest[0, position])
+        assert torch.allclose(jacobian @ found[start].subject + found[start].bias, states.leaving[0, -1], atol=1e-9)  # type: ignore[index]
     embedded = model.get_input_embeddings()(torch.tensor(ids))[position].detach()  # type: ignore[operator]
-    assert torch.allclose(subjects[EMBEDDING], embedded)
+    assert torch.allclose(found[EMBEDDING].subject, embedded)
 
 
 def literal_lre(
@@ -311,11 +311,11 @@ def test_lre_equals_a_literal_twin():
     lens, position = unnormed_lens("gpt2"), 2
     samples = [zoo.sample("gpt2", seed=seed) for seed in range(3)]
     expanded = [expand_locally(lens.anatomy, ids, position, [1]) for ids in samples]
-    locals_, states = [local[1] for local, _ in expanded], [subjects[1] for _, subjects in expanded]
+    locals_, states = [local[1] for local in expanded], [local[1].subject for local in expanded]
     outputs = [lens(ids).output[-1] for ids in samples]
     h = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     twin = literal_lre(states, outputs, [local.weight for local in locals_], h, 2.5)
-    predictor = lre_predictor(locals_, torch.stack(states), h[None])
+    predictor = lre_predictor(locals_, h[None])
     assert torch.allclose(predictor.at(2.5)[0], twin, atol=1e-10)
     held_out = literal_lre(states[1:], outputs[1:], [local.weight for local in locals_[1:]], states[0], 2.5)
     assert torch.allclose(2.5 * predictor.held_out_linear[0] + predictor.held_out_constant[0], held_out, atol=1e-10)

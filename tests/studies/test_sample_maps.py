@@ -16,9 +16,8 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError
 from tensorlens.specimen import Specimen
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.curves import GroupMaps
-from tensorlens.studies.perturbation_study.run import PerturbationOptions
-from tensorlens.studies.perturbation_study.samples import Texts
+from tensorlens.studies.perturbation_samples import Texts
+from tensorlens.studies.perturbation_study import GroupMaps, PerturbationOptions
 
 MEMBERS = [f"tensor.in_class@{member}" for member in ("paper", "half_gate", "attn_lrp", "jacobian")]
 
@@ -58,7 +57,7 @@ def test_a_member_behind_an_at_is_a_lens_with_its_rules():
         rules = tl.Rules(gate="half") if member == "half_gate" else getattr(tl.Rules, member)()
         own = tl.Lens(lens.model, lens.processor, rules=rules)
         for maps, sample in zip(found, samples, strict=True):
-            expected = own(sample.value).map("tensor.in_class", out_token=-1)
+            expected = own(sample.prepared).map("tensor.in_class", out_token=-1)
             assert_same(maps[name], expected)
             assert maps[name].meta["rules"] == rules.as_dict()
 

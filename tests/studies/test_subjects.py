@@ -10,8 +10,8 @@ from tiny_study import TEXTS, lens_on, vision_lens, write_pictures
 import tensorlens as tl
 from tensorlens.errors import InputError
 from tensorlens.studies.datasets import read_dataset
-from tensorlens.studies.perturbation_study.run import PerturbationOptions
-from tensorlens.studies.perturbation_study.samples import Images, Texts, maskable
+from tensorlens.studies.perturbation_samples import Images, Texts, maskable
+from tensorlens.studies.perturbation_study import PerturbationOptions
 from tensorlens.studies.plain_model import PlainModel
 
 

@@ -99,8 +99,8 @@ def perturb(
     chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.perturbation_study.run import PerturbationOptions
-    from tensorlens.studies.perturbation_study.run import perturbation as run_perturbation
+    from tensorlens.studies.perturbation_study import PerturbationOptions
+    from tensorlens.studies.perturbation_study import perturbation as run_perturbation
     from tensorlens.studies.runs import check_run_folder
 
     options = PerturbationOptions(**chosen)
@@ -113,7 +113,7 @@ def perturb(
 
 def _areas(result: StudyResult) -> str:
     """The areas of the first condition, best first, and the path of the rest."""
-    from tensorlens.studies.perturbation_study.report import FEW
+    from tensorlens.studies.perturbation_report import FEW
     from tensorlens.studies.report import with_interval
 
     condition, found = next(iter(result.summary["conditions"].items()))
@@ -231,8 +231,8 @@ def relations_(
     chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.relation_study.run import RelationOptions
-    from tensorlens.studies.relation_study.run import relations as run_relations
+    from tensorlens.studies.relation_study import RelationOptions
+    from tensorlens.studies.relation_study import relations as run_relations
     from tensorlens.studies.runs import check_run_folder
 
     check_run_folder(out, "relations")
@@ -244,7 +244,7 @@ def relations_(
 
 def _print_relations(result: StudyResult) -> None:
     """The relations that survive, those that do not, and the table."""
-    from tensorlens.studies.relation_study.report import category_table, survival
+    from tensorlens.studies.relation_report import category_table, survival
 
     summary = result.summary
     typer.echo(survival(summary))
@@ -289,8 +289,8 @@ def fidelity_(
     for one in states.values() or [reading]:
         one.check(model)
     text = read_input(input)
-    from tensorlens.studies.fidelity_study.run import FidelityOptions
-    from tensorlens.studies.fidelity_study.run import fidelity as run_fidelity
+    from tensorlens.studies.fidelity_study import FidelityOptions
+    from tensorlens.studies.fidelity_study import fidelity as run_fidelity
     from tensorlens.studies.runs import check_run_folder
 
     chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
@@ -309,7 +309,7 @@ def fidelity_(
 
 def _print_fidelity(made: Mapping[str, StudyResult]) -> None:
     """One line per checkpoint; for a single one, norms and bounds, errors, properties, and the path of the rest."""
-    from tensorlens.studies.fidelity_study import run as report
+    from tensorlens.studies import fidelity_report as report
 
     if "" not in made:
         print_rows([{"revision": name} | report.dynamics(one.summary) for name, one in made.items()])

@@ -9,32 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tensorlens.studies.fidelity_study.properties import block_ranges as block_ranges
-    from tensorlens.studies.fidelity_study.properties import tensor_properties as tensor_properties
-    from tensorlens.studies.fidelity_study.properties import word_pairs as word_pairs
-    from tensorlens.studies.fidelity_study.run import FidelityOptions as FidelityOptions
-    from tensorlens.studies.fidelity_study.run import fidelity as fidelity
+    from tensorlens.studies.fidelity_study import FidelityOptions as FidelityOptions
+    from tensorlens.studies.fidelity_study import fidelity as fidelity
     from tensorlens.studies.judge_study import JudgeOptions as JudgeOptions
     from tensorlens.studies.judge_study import judge as judge
-    from tensorlens.studies.perturbation_study.run import PerturbationOptions as PerturbationOptions
-    from tensorlens.studies.perturbation_study.run import perturbation as perturbation
-    from tensorlens.studies.relation_study.run import RelationOptions as RelationOptions
-    from tensorlens.studies.relation_study.run import relations as relations
+    from tensorlens.studies.perturbation_study import PerturbationOptions as PerturbationOptions
+    from tensorlens.studies.perturbation_study import perturbation as perturbation
+    from tensorlens.studies.properties import block_ranges as block_ranges
+    from tensorlens.studies.properties import tensor_properties as tensor_properties
+    from tensorlens.studies.properties import word_pairs as word_pairs
+    from tensorlens.studies.relation_study import RelationOptions as RelationOptions
+    from tensorlens.studies.relation_study import relations as relations
     from tensorlens.studies.runs import StudyResult as StudyResult
 
 _WHERE = {
-    "block_ranges": "fidelity_study.properties",
-    "tensor_properties": "fidelity_study.properties",
-    "FidelityOptions": "fidelity_study.run",
-    "fidelity": "fidelity_study.run",
+    "block_ranges": "properties",
+    "tensor_properties": "properties",
+    "FidelityOptions": "fidelity_study",
+    "fidelity": "fidelity_study",
     "JudgeOptions": "judge_study",
     "judge": "judge_study",
-    "PerturbationOptions": "perturbation_study.run",
-    "perturbation": "perturbation_study.run",
-    "RelationOptions": "relation_study.run",
-    "relations": "relation_study.run",
+    "PerturbationOptions": "perturbation_study",
+    "perturbation": "perturbation_study",
+    "RelationOptions": "relation_study",
+    "relations": "relation_study",
     "StudyResult": "runs",
-    "word_pairs": "fidelity_study.properties",
+    "word_pairs": "properties",
 }
 
 

@@ -37,7 +37,7 @@ from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.runner import running
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.options import MEMBERS, Options, check_member, chosen_options, member_lens, split
+from tensorlens.studies.options import MEMBERS, Count, Names, Options, check_member, chosen_options, member_lens, split
 from tensorlens.studies.report import N_RESAMPLES, Section, Table, interval, short, with_interval, write_page
 from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings, reason_of
 
@@ -49,13 +49,11 @@ WORD_OVERLAP = "control.word_overlap"
 EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
 """The paper's operator: other methods are shown with their difference to it."""
-SAME_AS_A_MEMBER = "gradient.times_input"
-"""A method that equals ``tensor.in_class@jacobian``, so the default methods leave it out."""
-EXACTLY_KNOWN = "control.random"
-"""The chance level is computed exactly for each item, without sampling."""
-Made = TypeVar("Made")
+LEFT_OUT = ("gradient.times_input", "control.random")
+"""By default: the first is ``tensor.in_class@jacobian``, and the chance level is computed exactly for each item."""
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
+Made = TypeVar("Made")
 
 
 class JudgeOptions(Options, frozen=True, kw_only=True):
@@ -68,20 +66,19 @@ class JudgeOptions(Options, frozen=True, kw_only=True):
         group_size: Items that share a recording. Numbers depend on it only by rounding.
     """
 
-    methods: Sequence[str] | None = None
-    limit: int | None = None
+    methods: Names | None = None
+    limit: Count | None = None
     seed: int = 0
-    group_size: int = 32
+    group_size: Count = 32
 
     def __post_init__(self) -> None:
-        self.check_positive("limit", "group_size")
+        super().__post_init__()
+        for name in self.methods or ():
+            if name != WORD_OVERLAP:
+                check_question(split(name)[0])
+                check_member(name)
         if self.methods is not None:
-            names = (self.methods,) if isinstance(self.methods, str) else tuple(dict.fromkeys(self.methods))
-            for name in names:
-                if name != WORD_OVERLAP:
-                    check_question(split(name)[0])
-                    check_member(name)
-            self.settle(methods=names)
+            self.settle(methods=tuple(dict.fromkeys(self.methods)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,7 @@ def judge(
     asked = {"methods": chosen.methods, "seed": chosen.seed, "limit": chosen.limit, "judges": {EVIDENCE: about}}
     run = Run(out, "judge", model_settings(lens) | asked)
     scorer = Scorer(lens, chosen.methods or default_methods())
-    groups = item_groups([(len(item.ids),) for item in items], chosen.group_size)
+    groups = item_groups([len(item.ids) for item in items], chosen.group_size)
     run.work(groups, lambda group: scorer.records([items[index] for index in group]), progress)
     return run.finish(len(items), partial(judge_summary, settings=run.settings), judge_report)
 
@@ -166,8 +163,8 @@ def item_groups(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
 
 def default_methods() -> tuple[str, ...]:
     """Every method, In+Class and In+Out under the other rule sets too, and the control of word overlap."""
-    base = [name for name in METHODS if name not in (SAME_AS_A_MEMBER, EXACTLY_KNOWN)]
-    return (*base, *with_members(("tensor.in_class", "tensor.in_out")), WORD_OVERLAP)
+    base = [name for name in METHODS if name not in LEFT_OUT]
+    return (*base, *with_members((REFERENCE, "tensor.in_out")), WORD_OVERLAP)
 
 
 def with_members(names: Iterable[str]) -> list[str]:
@@ -236,7 +233,7 @@ def evidence(lens: Lens, data: Path, limit: int | None = None) -> tuple[tuple[It
 
 def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
     cells = {OTHER_NAMES.get(key, key): value for key, value in values.items() if isinstance(key, str)}
-    prefix, target, wanted = (cell_of(cells, column) for column in ("prefix", "target", "evidence"))
+    prefix, target, wanted = (cell_of(cells, column) for column in ("prefix", "target", EVIDENCE))
     prompt = PrefixText(lens, prefix)
     good, against = prompt.next_token(target), cells.get("against")
     bad = prompt.next_token(cell_of(cells, "against")) if against not in (None, "") else None
@@ -302,11 +299,11 @@ class Scorer:
 
     def __init__(self, lens: Lens, methods: Sequence[str]) -> None:
         self.lens, self.has_overlap = lens, WORD_OVERLAP in methods
-        self.methods: dict[str, list[str]] = {}
+        by_member: dict[str, list[str]] = {}
         for name in methods:
             if name != WORD_OVERLAP:
-                self.methods.setdefault(split(name)[1], []).append(name)
-        self.lenses = {member: member_lens(lens, member) for member in self.methods}
+                by_member.setdefault(split(name)[1], []).append(name)
+        self.asked = [(member_lens(lens, member), names) for member, names in by_member.items()]
 
     def records(self, items: Sequence[Item]) -> list[Record]:
         """A record for each of some items of one length and output, which share one recording per rule set.
@@ -314,44 +311,49 @@ class Scorer:
         `scores` by method, and `missing`, why a method has none; or that the model is wrong.
         """
         logits = last_logits(self.lens, [item.ids for item in items], items[0].out_token)
-        found: list[Record] = []
+        found: list[Record] = [{"judge": item.judge, "set": item.set, "item": item.name} for item in items]
         known: list[tuple[Item, Record]] = []
-        for item, row in zip(items, logits, strict=True):
-            found.append({"judge": item.judge, "set": item.set, "item": item.name})
-            if item.right and not is_item_right(row, item.target):
-                found[-1]["left_out"] = WRONG
+        for item, one, row in zip(items, found, logits, strict=True):
+            if item.right and not _is_right(row, item.target):
+                one["left_out"] = WRONG
                 continue
-            found[-1] |= {"target": item.target, "labels": list(item.labels), "truth": list(item.truth)}
-            found[-1] |= {"scores": {}, "missing": {}}
-            known.append((item, found[-1]))
-        for member, names in self.methods.items() if known else ():
-            self._score(self.lenses[member], known, names)
+            one |= {"target": item.target, "labels": list(item.labels), "truth": list(item.truth)}
+            one |= {"scores": {}, "missing": {}}
+            known.append((item, one))
+        for lens, names in self.asked if known else ():
+            _score(lens, known, names)
         for item, one in known if self.has_overlap else ():
-            one["scores"][WORD_OVERLAP] = word_overlap(item)
+            words, *units = (set(re.findall(r"\w+", text.lower())) for text in (item.overlap, *item.labels))
+            one["scores"][WORD_OVERLAP] = [float(len(words & unit)) for unit in units]
         return found
 
-    def _score(self, lens: Lens, known: Sequence[tuple[Item, Record]], names: Sequence[str]) -> None:
-        targets, out_token = [item.target for item, _ in known], known[0][0].out_token
+
+def _score(lens: Lens, known: Sequence[tuple[Item, Record]], names: Sequence[str]) -> None:
+    """Put the scores of some methods, or why they have none, into the records of items."""
+
+    def missing(some: Sequence[str], error: BaseException) -> None:
+        for _, one in known:
+            one["missing"] |= dict.fromkeys(some, reason_of(error))
+
+    targets, out_token = [item.target for item, _ in known], known[0][0].out_token
+    try:
+        batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item, _ in known])
+    except (TensorLensError, torch.OutOfMemoryError) as error:
+        return missing(names, error)
+    for name in names:
+        base = split(name)[0]
         try:
-            batch = Batch(lens.specimen, [lens.prepare(list(item.ids)) for item, _ in known])
+            wanted = targets if METHODS[base].takes_target else None
+            maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
         except (TensorLensError, torch.OutOfMemoryError) as error:
-            for _, one in known:
-                one["missing"] |= dict.fromkeys(names, reason_of(error))
-            return
-        for name in names:
-            base = split(name)[0]
-            try:
-                wanted = targets if METHODS[base].takes_target else None
-                maps = batch.maps(base, out_token, targets=wanted, probes=PROBES if base == "tensor.norm" else None)
-            except (TensorLensError, torch.OutOfMemoryError) as error:
-                for _, one in known:
-                    one["missing"][name] = reason_of(error)
-                continue
-            for (item, one), made in zip(known, maps, strict=True):
-                one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
+            missing([name], error)
+            continue
+        for (item, one), made in zip(known, maps, strict=True):
+            one["scores"][name] = unit_sums(item, made.scores[0].double().tolist())
+    return None
 
 
-def is_item_right(logits: Tensor, target: Target) -> bool:
+def _is_right(logits: Tensor, target: Target) -> bool:
     """Whether the model knows the answer: if not, it has no evidence for it."""
     if isinstance(target, tuple):
         good, bad = (int(one) for one in target)
@@ -362,12 +364,6 @@ def is_item_right(logits: Tensor, target: Target) -> bool:
 def unit_sums(item: Item, scores: Sequence[float]) -> list[float]:
     """The scores of the tokens of each unit, added up."""
     return [short(sum(scores[k] for k in unit), 7) for unit in item.units]
-
-
-def word_overlap(item: Item) -> list[float]:
-    """How many of the words that the item names are in each unit."""
-    words, *of_units = (set(re.findall(r"\w+", text.lower())) for text in (item.overlap, *item.labels))
-    return [float(len(words & unit)) for unit in of_units]
 
 
 def last_logits(lens: Lens, ids: Sequence[Sequence[int]], out_token: int = -1) -> Tensor:
@@ -427,50 +423,51 @@ def judge_summary(records: Sequence[Record], settings: Mapping[str, Any]) -> dic
 def _summary(records: Sequence[Record], about: Mapping[str, Any], seed: int) -> dict[str, Any]:
     measured = [record for record in records if "left_out" not in record]
     methods = list(dict.fromkeys(name for record in measured for name, _ in record["scores"].items()))
-    sets = list(dict.fromkeys(record["set"] for record in records))
     missing: dict[str, Counter[str]] = {}
     for record in measured:
         for name, reason in record.get("missing", {}).items():
             missing.setdefault(name, Counter())[reason] += 1
-    measures = about["measures"] if measured else ()
     return {
         "n_items": len(records),
         "n_measured": len(measured),
         "n_problems": len(about["problems"]),
         "problems": about["problems"][:50],
-        "sets": {one: _counts([record for record in records if record["set"] == one]) for one in sets},
+        "sets": {name: _counts(some) for name, some in _by_set(records).items()},
         "missing": {
-            name: {"n": sum(some.values()), "reason": some.most_common(1)[0][0]} for name, some in missing.items()
+            name: {"n": reasons.total(), "reason": reasons.most_common(1)[0][0]} for name, reasons in missing.items()
         },
-        "measures": {measure: _comparison(measured, methods, measure, seed) for measure in measures},
+        "measures": {one: _comparison(measured, methods, one, seed) for one in (about["measures"] if measured else ())},
     }
+
+
+def _by_set(records: Sequence[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["set"], []).append(record)
+    return found
 
 
 def _counts(records: Sequence[Record]) -> dict[str, Any]:
     left_out = Counter(record["left_out"] for record in records if "left_out" in record)
-    return {"n": len(records), "n_measured": len(records) - sum(left_out.values()), "left_out": dict(left_out)}
+    return {"n": len(records), "n_measured": len(records) - left_out.total(), "left_out": dict(left_out)}
 
 
 def _comparison(records: Sequence[Record], methods: Sequence[str], measure: str, seed: int) -> dict[str, Any]:
     """One measure of every method, best first, and the chance level."""
-    by_set: dict[str, list[Record]] = {}
-    for record in records:
-        by_set.setdefault(record["set"], []).append(record)
+    sets = list(_by_set(records).values())
     generator = np.random.default_rng(seed)
     draws = [  # for each set how often each of its items is drawn, (resample, item)
         generator.multinomial(len(some), np.full(len(some), 1 / len(some)), N_RESAMPLES).astype(np.float64)
-        for some in by_set.values()
+        for some in sets
     ]
     columns = {
-        name: [np.array([measured_value(one, name, measure) for one in some]) for some in by_set.values()]
-        for name in methods
+        name: [np.array([measured_value(one, name, measure) for one in some]) for some in sets] for name in methods
     }
     by_method = {name: _method(values, draws) for name, values in columns.items()}
-    if REFERENCE in columns:
-        for name, values in columns.items():
-            difference = [one - base for one, base in zip(values, columns[REFERENCE], strict=True)]
-            by_method[name][f"less {REFERENCE}"] = _method(difference, draws)
-    equal = [[MEASURES[measure]([0.0] * len(one["truth"]), one["truth"]) for one in some] for some in by_set.values()]
+    for name, values in columns.items() if REFERENCE in columns else ():
+        difference = [one - base for one, base in zip(values, columns[REFERENCE], strict=True)]
+        by_method[name][f"less {REFERENCE}"] = _method(difference, draws)
+    equal = [[MEASURES[measure]([0.0] * len(one["truth"]), one["truth"]) for one in some] for some in sets]
     order = sorted(methods, key=lambda name: by_method[name]["mean"] or 0.0, reverse=True)
     return {
         "random": short(np.mean(list(map(np.mean, equal))), 6),
@@ -486,19 +483,18 @@ def measured_value(record: Record, name: str, measure: str) -> float:
 
 def _method(columns: Sequence[np.ndarray], draws: Sequence[np.ndarray]) -> dict[str, Any]:
     """The mean over sets, with its interval."""
-    present = [np.isfinite(column) for column in columns]
-    kept = [k for k, some in enumerate(present) if some.any()]
+    every = [(np.isfinite(column), column, drawn) for column, drawn in zip(columns, draws, strict=True)]
+    kept = [one for one in every if one[0].any()]
     if not kept:
         return {"mean": None, "interval": None, "n": 0}
     with np.errstate(invalid="ignore"):
         resampled = [
-            (draws[k] @ np.where(present[k], columns[k], 0.0)) / (draws[k] @ present[k].astype(np.float64))
-            for k in kept
+            (drawn @ np.where(there, column, 0.0)) / (drawn @ there.astype(float)) for there, column, drawn in kept
         ]
     return {
-        "mean": short(np.mean([float(columns[k][present[k]].mean()) for k in kept]), 6),
+        "mean": short(np.mean([float(column[there].mean()) for there, column, _ in kept]), 6),
         "interval": [short(bound, 6) for bound in interval(np.mean(resampled, axis=0))],
-        "n": int(sum(some.sum() for some in present)),
+        "n": int(sum(there.sum() for there, *_ in kept)),
     }
 
 

@@ -1,7 +1,7 @@
 """The options of a study: a record, single keywords, or a record with some of them changed.
 
-Each study has one `Options` record, which checks itself when it is made and can be read from a file; this is the one
-place where it is made. Methods may name a rule set after an @: ``tensor.in_class@attn_lrp``.
+Each study has one `Options` record, which checks itself by the types of its fields when it is made and can be read from
+a file; this is the one place where it is made. Methods may name a rule set after an @: ``tensor.in_class@attn_lrp``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import msgspec
 
@@ -19,21 +19,33 @@ from tensorlens.recording.conventions import RULE_SETS, Rules
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+"""A number of things, at least one."""
+Whole = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number, not negative."""
+Names = tuple[str, ...]
+"""Names, or a single one."""
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that the numbers of a study depend on besides model and data."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            value = (value,) if isinstance(value, str) and field.type in (Names, Names | None) else value
+            try:
+                self.settle(**{field.name: msgspec.convert(value, field.type)})
+            except msgspec.ValidationError as error:
+                known = [one for one in get_args(field.type) if isinstance(one, str)]
+                least = str(error).partition(" >= ")[2]
+                wanted = f"among {', '.join(known)}" if known else f"of at least {least}" if least else f"({error})"
+                raise InputError(f"Expected `{field.name}` {wanted}; got {value!r}.") from error
 
     def settle(self, **values: Any) -> None:
         """Replace given values with checked ones; for `__post_init__` alone."""
         for name, value in values.items():
             msgspec.structs.force_setattr(self, name, value)
-
-    def check_positive(self, *names: str, least: int = 1) -> None:
-        """Refuse numbers below 1, or below `least`; None means no limit."""
-        for name in names:
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise InputError(f"Expected `{name}` of at least {least}; got {number}.")
 
 
 Chosen = TypeVar("Chosen", bound=Options)

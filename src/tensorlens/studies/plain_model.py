@@ -171,7 +171,8 @@ class PlainModel:
     def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
         self.lens = lens
         self.anatomies = Anatomies(lens.model, lens.specimen.blocks)  # those of the lens are checked by recordings
-        self.batch_size = batch_size or BATCH_SIZES.get(next(lens.model.parameters()).device.type, 64)
+        self.device = next(lens.model.parameters()).device
+        self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
         parameters = forward_parameters(lens.model)
         self.keeps_last = "logits_to_keep" in parameters
         self.options: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from tensorlens.errors import MissingExtraError
 from tensorlens.files import write_whole
 from tensorlens.studies.paper.protocol import BASELINES, CONTROLS, TENSOR, TableSettings
-from tensorlens.studies.perturbation_study.measures import RISING
-from tensorlens.studies.perturbation_study.report import METRIC_NAMES, TITLES, curves_panel, each_result
-from tensorlens.studies.relation_study.report import relation_table, start_table, survival
+from tensorlens.studies.perturbation_report import METRIC_NAMES, RISING, TITLES, curves_panel, each_result
+from tensorlens.studies.relation_report import relation_table, start_table, survival
 from tensorlens.studies.report import markdown, with_interval
 from tensorlens.views.study_figures import figure_svg, perturbation_curves, relation_bars, start_curves
 

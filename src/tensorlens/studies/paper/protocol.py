@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.studies.options import Chosen, Options, checked_names
-from tensorlens.studies.perturbation_study.run import PerturbationOptions
-from tensorlens.studies.relation_study.run import RelationOptions
+from tensorlens.studies.options import Chosen, Count, Options, Whole, checked_names
+from tensorlens.studies.perturbation_study import PerturbationOptions
+from tensorlens.studies.relation_study import RelationOptions
 
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
 TENSOR = ("tensor.norm", "tensor.in_out", "tensor.in_class")
@@ -66,16 +66,15 @@ class Training(Options, frozen=True, kw_only=True):
         held_out: Share of the data for measuring instead of training, if the data have no parts.
     """
 
-    epochs: int = 2
-    learning_rate: float = 5e-5
-    batch_size: int = 32
-    n_tokens: int = 128
-    limit: int | None = None
+    epochs: Whole = 2
+    learning_rate: Annotated[float, msgspec.Meta(ge=0)] = 5e-5
+    batch_size: Count = 32
+    n_tokens: Count = 128
+    limit: Count | None = None
     held_out: float = 0.5
 
     def __post_init__(self) -> None:
-        self.check_positive("batch_size", "n_tokens", "limit")
-        self.check_positive("epochs", "learning_rate", least=0)
+        super().__post_init__()
         if not 0 < self.held_out < 1:
             raise InputError(f"Expected `held_out` between 0 and 1; got {self.held_out}.")
 
@@ -92,7 +91,7 @@ class Protocol(Options, frozen=True, kw_only=True):
         tables: Options of `perturbation` that differ in single tables, by table.
     """
 
-    n_samples: int = 1000
+    n_samples: Count = 1000
     stratify: bool = True
     perturbation: PerturbationOptions = PerturbationOptions(
         methods=(*TENSOR, *BASELINES, *CONTROLS),
@@ -106,7 +105,7 @@ class Protocol(Options, frozen=True, kw_only=True):
     tables: dict[str, dict[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        self.check_positive("n_samples")
+        super().__post_init__()
         for name, changes in self.tables.items():
             checked_names(name, [one for one in TABLES if one != "relations"], "tables")
             with_changes(self.perturbation, changes)

@@ -24,16 +24,11 @@ from tensorlens.studies.options import checked_names
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import TABLES, Protocol, TableSettings, differences, with_changes
 from tensorlens.studies.paper.training import check_training, trained
-from tensorlens.studies.perturbation_study.run import PerturbationOptions, perturbation
-from tensorlens.studies.perturbation_study.samples import (
-    IMAGE_REPLACEMENTS,
-    TEXT_REPLACEMENTS,
-    drawn_order,
-    text_pieces,
-)
+from tensorlens.studies.perturbation_samples import Images, Texts, drawn_order, text_pieces
+from tensorlens.studies.perturbation_study import PerturbationOptions, perturbation
 from tensorlens.studies.processes import Processes
-from tensorlens.studies.relation_study.prompts import load_relations
-from tensorlens.studies.relation_study.run import RelationOptions, relations
+from tensorlens.studies.relation_prompts import load_relations
+from tensorlens.studies.relation_study import RelationOptions, relations
 from tensorlens.studies.runs import Record, StudyResult, check_run_folder, read_run_file
 
 
@@ -145,7 +140,7 @@ class PaperTable:
             raise InputError(
                 f"The table {self.name} needs a model of pictures; {self.model} is a {self.config.model_type}."
             )
-        known = IMAGE_REPLACEMENTS if self.table.kind == "imagenet" else TEXT_REPLACEMENTS
+        known = (Images if self.table.kind == "imagenet" else Texts).replacements
         checked_names(self.options.replacements or known, known, "replacements")
         if self.table.trains and not self.has_classes:
             check_training(self.model, self.protocol.training, self.training, self.samples)

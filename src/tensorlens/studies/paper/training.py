@@ -18,7 +18,7 @@ from tensorlens.files import from_json, to_json, write_json
 from tensorlens.models.foreign_files import foreign_reader
 from tensorlens.studies.datasets import Dataset
 from tensorlens.studies.paper.protocol import Training
-from tensorlens.studies.perturbation_study.samples import class_index
+from tensorlens.studies.perturbation_samples import class_index
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.runs import POLL_SECONDS
 

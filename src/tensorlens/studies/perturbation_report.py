@@ -9,17 +9,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tensorlens.maps.token_map import TokenMap
-from tensorlens.studies.perturbation_study.measures import METRICS, ORDERS, Order, auc, is_better
 from tensorlens.studies.report import Section, Table, interval, resampled_means, short, with_interval, write_page
 from tensorlens.studies.runs import Run, best_first
 from tensorlens.views.study_figures import Panel, perturbation_curves
 
+Order = Literal["most", "least"]
+ORDERS: tuple[Order, ...] = ("most", "least")
+METRICS = ("hs_mse", "abs_aopc", "aopc", "accuracy")
+RISING = ("hs_mse", "abs_aopc", "aopc")
+"""Metrics that grow as more is lost; accuracy falls."""
 GROUPS = {"tensor": "tensor", "rollout": "baseline", "mean": "baseline", "control": "control"}
+
+
+def is_better(order: Order, metric: str) -> bool:
+    """Whether a larger area is better: more is lost early where the most relevant tokens go first."""
+    return (order == "most") == (metric in RISING)
+
+
+def auc(curves: np.ndarray, grid: Sequence[float]) -> np.ndarray:
+    """Area under each curve (…, step) over its range: the mean height, by trapezoids.
+
+    Convention: divided by the range, so it does not depend on where the grid ends. Times the range it is the
+    other scale of the AUC, the area itself; the paper does not say which one it reports.
+    """
+    points = list(zip(grid, np.moveaxis(curves, -1, 0), strict=True))
+    steps = ((b - a) * (low + high) / 2 for (a, low), (b, high) in zip(points, points[1:], strict=False))
+    return sum(steps, np.zeros(())) / (grid[-1] - grid[0])
 
 
 def group(method: str) -> str:
@@ -104,29 +124,28 @@ class Comparing:
 
     def areas(self, curves: np.ndarray) -> np.ndarray:
         """The area under the curve of each sample."""
-        return np.array([auc(row, self.grid) for row in curves.tolist()])
-
-    def _means(self, values: np.ndarray, present: np.ndarray) -> np.ndarray:
-        units = None if self.units is None else self.units[present].tolist()
-        return resampled_means(values[present], self.seed, units)
-
-    def _n_units(self, present: np.ndarray) -> int:
-        return int(present.sum()) if self.units is None else len(set(self.units[present]))
+        return auc(curves, self.grid)
 
     def _best(self, methods: dict[str, Any], wanted: str) -> str | None:
         candidates = sorted(method for method in methods if group(method) == wanted)
-        return max(candidates, key=lambda method: self.sign * methods[method]["auc"]) if candidates else None
+        return max(candidates, key=lambda method: self.sign * methods[method]["auc"], default=None)
+
+    def _resampled(self, values: np.ndarray, present: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        """How many values there are, and means of them resampled, those of a unit together."""
+        units = None if self.units is None else self.units[present].tolist()
+        n = int(present.sum())
+        n_units = n if units is None else len(set(units))
+        return {"n": n, "n_units": n_units}, resampled_means(values[present], self.seed, units)
 
     def _method(self, areas: np.ndarray, curves: np.ndarray) -> dict[str, Any]:
         present = np.isfinite(areas)
+        counts, resampled = self._resampled(areas, present)
         mean = areas[present].mean()
-        return {
-            "n": int(present.sum()),
-            "n_units": self._n_units(present),
+        return counts | {
             "auc": short(mean),
             "area": short(mean * (self.grid[-1] - self.grid[0])),
-            "interval": [short(bound) for bound in interval(self._means(areas, present))],
-            "curve": [short(value) for value in curves[present].mean(0)],
+            "interval": [*map(short, interval(resampled))],
+            "curve": [*map(short, curves[present].mean(0))],
         }
 
     def against(self, areas: dict[str, np.ndarray], first: str, second: str) -> dict[str, Any]:
@@ -135,14 +154,13 @@ class Comparing:
         present = np.isfinite(difference)
         if not present.any():
             return {"first": first, "second": second, "n": 0}
-        resampled = self._means(difference, present)
+        counts, resampled = self._resampled(difference, present)
         return {
             "first": first,
             "second": second,
-            "n": int(present.sum()),
-            "n_units": self._n_units(present),
+            **counts,
             "advantage": short(difference[present].mean()),
-            "interval": [short(bound) for bound in interval(resampled)],
+            "interval": [*map(short, interval(resampled))],
             "probability": short((resampled > 0).mean() + (resampled == 0).mean() / 2),
         }
 
@@ -200,6 +218,11 @@ def each_result(summary: Mapping[str, Any]) -> Iterator[tuple[str, Order, str, d
         for order, metric in TITLES:
             if metric in found.get(order, {}):
                 yield condition, order, metric, found[order][metric]
+
+
+def best_methods(summary: Mapping[str, Any]) -> list[str]:
+    """The best method of each group in the first result."""
+    return next((list(result["best"].values()) for *_, result in each_result(summary)), [])
 
 
 def _head(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

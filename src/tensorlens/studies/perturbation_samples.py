@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,14 @@ from torch import Tensor
 
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.models.inputs import forward_parameters, make_input, max_tokens
+from tensorlens.models.inputs import ModelInput, forward_parameters, max_tokens
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import Dataset, LazyImage, Row
 from tensorlens.studies.plain_model import PlainModel
 from tensorlens.tolerances import in_float64
 
 if TYPE_CHECKING:
-    from tensorlens.studies.perturbation_study.run import PerturbationOptions
+    from tensorlens.studies.perturbation_study import PerturbationOptions
 
 TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 """The title of an article of WikiText; headings within it have several signs on each side."""
@@ -59,38 +60,34 @@ def drawn_order(strata: Sequence[Hashable] | None, n: int, seed: int) -> list[in
     groups: dict[str, list[int]] = {}
     for place in shuffled:
         groups.setdefault(str(strata[place]), []).append(place)
-    return list(in_turn([groups[name] for name in sorted(groups)]))
+    return list(_in_turn(groups[name] for name in sorted(groups)))
 
 
-def in_turn(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
+def _in_turn(groups: Iterable[Iterable[Any]]) -> Iterator[Any]:
     """One of each group, then the next of each, until all are empty."""
     waiting = [iter(group) for group in groups]
     while waiting:
-        still = []
-        for group in waiting:
-            for found in islice(group, 1):
-                yield found
-                still.append(group)
-        waiting = still
+        for group in tuple(waiting):
+            try:
+                yield next(group)
+            except StopIteration:
+                waiting.remove(group)
 
 
 def text_pieces(
     tokenizer: Any, data: Dataset, options: PerturbationOptions, n_tokens: int
 ) -> tuple[list[SamplePiece], int]:
     """The texts or windows that a study sees, in order, and how many were looked at; needs a tokenizer and no model."""
-    n_special = sum(map(len, wrapping(tokenizer)))
+    n_special, n_seen = sum(map(len, wrapping(tokenizer))), 0
     if (room := n_tokens - n_special) <= 0:
         raise InputError(f"Expected `n_tokens` above the {n_special} special tokens of every text; got {n_tokens}.")
     each = (_piece(data, place, _encode(tokenizer, data.items[place])[:room]) for place in _order(data, options))
-    pieces = _windows(tokenizer, data, room, options) if options.cut == "windows" else each
     found: list[SamplePiece] = []
-    n_seen = 0
-    while options.limit is None or len(found) < options.limit:
-        piece = next(pieces, None)
-        if piece is None:
-            break
+    for piece in _windows(tokenizer, data, room, options) if options.cut == "windows" else each:
         n_seen += 1
         found += [piece] if len(piece.content) + n_special >= options.min_tokens else []
+        if len(found) == options.limit:
+            break
     if not n_seen:
         raise InputError("Expected texts; got none. Is the file empty?")
     if not found:
@@ -116,20 +113,15 @@ def _order(data: Dataset, options: PerturbationOptions) -> Sequence[int]:
 
 
 def _piece(data: Dataset, place: int, content: Any) -> SamplePiece:
-    return SamplePiece(
-        name=data.names[place],
-        content=content,
-        label=None if data.labels is None else data.labels[place],
-        columns=data.columns[place] if data.columns else None,
-    )
+    label, columns = data.labels and data.labels[place], data.columns[place] if data.columns else None
+    return SamplePiece(name=data.names[place], content=content, label=label, columns=columns)
 
 
 def _windows(tokenizer: Any, data: Dataset, room: int, options: PerturbationOptions) -> Iterator[SamplePiece]:
     """Windows side by side over all texts; drawn ones lie in one article each, one of each article in turn."""
     if options.draw == "file":
         lines = (text.strip() + "\n" for text in data.items if not _is_heading(text))
-        yield from _cut(tokenizer, lines, room, "window", None)
-        return
+        return _cut(tokenizer, lines, room, "window", None)
     articles = _articles(data.items)
     chance = np.random.default_rng(options.seed)
     order = chance.permutation(len(articles)).tolist()
@@ -140,7 +132,7 @@ def _windows(tokenizer: Any, data: Dataset, room: int, options: PerturbationOpti
         found = list(_cut(tokenizer, lines, room, f"{title}, window", title))
         yield from (found[k] for k in np.random.default_rng(seeds[place]).permutation(len(found)))
 
-    yield from in_turn(map(of_article, order))
+    return _in_turn(map(of_article, order))
 
 
 def _cut(tokenizer: Any, lines: Iterable[str], room: int, name: str, unit: str | None) -> Iterator[SamplePiece]:
@@ -181,23 +173,19 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 # Samples and copies ---------------------------------------------------------------------------------------------------
 
 
-TEXT_REPLACEMENTS: tuple[str, ...] = ("token", "zero", "mean", "attention", "delete")
-IMAGE_REPLACEMENTS: tuple[str, ...] = ("black", "mean", "blur")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One input, prepared.
 
     Attributes:
-        value: The input for a lens.
-        inputs: The model's arguments, a batch of one.
+        prepared: The input for a lens.
+        inputs: The plain model's arguments, a batch of one.
         n_tokens: Tokens that enter the first block.
         fixed: Tokens that are never replaced under any preset.
         label: The class that it is labelled with, by its number in the model; None if that is not known.
     """
 
-    value: Any
+    prepared: ModelInput
     inputs: dict[str, Tensor]
     n_tokens: int
     fixed: frozenset[int]
@@ -210,8 +198,8 @@ def maskable(sample: Sample, is_causal: bool, preset: str, keep_first: int = 0) 
     Convention: special tokens never. The last token of a decoder, whose state is watched, is replaced under
     ``paper-like``, as the paper's numbers suggest, and kept under ``strict``.
     """
-    kept = set(sample.fixed) | ({sample.n_tokens - 1} if is_causal and preset == "strict" else set())
-    return [token for token in range(sample.n_tokens) if token not in kept and token >= keep_first]
+    stop = sample.n_tokens - (is_causal and preset == "strict")
+    return [token for token in range(keep_first, stop) if token not in sample.fixed]
 
 
 SENTIMENTS = {"neg": 0, "negative": 0, "pos": 1, "positive": 1}
@@ -228,23 +216,23 @@ def class_index(label: Any, model: Any, every: Sequence[str]) -> int | None:
         model: Has the names of its classes in its configuration.
         every: The different labels of the data, sorted.
     """
-    config = getattr(model, "config", None)
-    names: dict[Any, str] = getattr(config, "id2label", None) or {}
+    names: dict[Any, str] = getattr(getattr(model, "config", None), "id2label", None) or {}
     if isinstance(label, bool) or label is None:
         return None
     if isinstance(label, int) or str(label).isdecimal():
         return int(label)
-    known = {name.lower(): int(number) for number, name in names.items()}
-    text = str(label).strip().lower()
+    text, known = str(label).strip().lower(), SENTIMENTS if max(len(every), len(names)) == 2 else {}
+    known = known | {name.lower(): int(number) for number, name in names.items()}
     if text in known:
         return known[text]
-    if max(len(every), len(names)) == 2 and text in SENTIMENTS:
-        return SENTIMENTS[text]
     return every.index(str(label)) if len(every) == len(names) and str(label) in every else None
 
 
 class _Samples:
     """The common part of texts and images."""
+
+    replacements: tuple[str, ...]
+    is_causal = False
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
         self.lens, self.options, self.plain = lens, options, PlainModel(lens, options.batch_size)
@@ -254,6 +242,17 @@ class _Samples:
     def __len__(self) -> int:
         return len(self.pieces)
 
+    def length(self, index: int) -> int:
+        """Tokens of one sample, where that is known before it is read."""
+        return 0
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of a run that describe its samples."""
+        return {}
+
+    def check(self, replacements: Sequence[str]) -> None:
+        """Refuse a replacement that on this model does not do what it says."""
+
     def _class(self, label: Any) -> int | None:
         return class_index(label, self.lens.model, self._labels)
 
@@ -261,7 +260,7 @@ class _Samples:
 class Texts(_Samples):
     """Texts as token ids, cut to one length."""
 
-    replacements: tuple[str, ...] = TEXT_REPLACEMENTS
+    replacements = ("token", "zero", "mean", "attention", "delete")
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
         super().__init__(lens, data, options)
@@ -270,23 +269,21 @@ class Texts(_Samples):
             raise InputError(
                 "Expected a lens with a tokenizer for texts; got none. Use `tensorlens.Lens(model, tokenizer)`."
             )
-        longest = max_tokens(lens.model)
-        self.n_tokens = options.n_tokens if longest is None else min(options.n_tokens, longest)
+        self.n_tokens = min(options.n_tokens, max_tokens(lens.model) or options.n_tokens)
         self.before, self.after = wrapping(self.tokenizer)
         self.pieces, self._n_seen = text_pieces(self.tokenizer, data, options, self.n_tokens)
         self.ids = [[*self.before, *piece.content, *self.after] for piece in self.pieces]
         self.is_causal = _is_causal(self.plain, self.ids)
-        self._mean: Tensor | None = None
 
     def load(self, index: int) -> Sample:
         """The token ids of one text between its special tokens."""
-        ids, piece = self.ids[index], self.pieces[index]
+        ids, label = self.ids[index], self.pieces[index].label
         n_tokens = len(ids)
         fixed = frozenset([*range(len(self.before)), *range(n_tokens - len(self.after), n_tokens)])
-        tensor = torch.tensor([ids], device=self.lens.model.device)  # type: ignore[arg-type]
-        inputs = {"input_ids": tensor}
-        label = piece.label if self.options.cut == "windows" else self._class(piece.label)  # the next token
-        return Sample(value=inputs, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label)
+        inputs = {"input_ids": torch.tensor([ids], device=self.plain.device)}
+        label = label if self.options.cut == "windows" else self._class(label)  # of a window, the next token
+        prepared = self.lens.prepare(inputs)
+        return Sample(prepared=prepared, inputs=inputs, n_tokens=n_tokens, fixed=fixed, label=label)
 
     def length(self, index: int) -> int:
         """Tokens of one text."""
@@ -318,7 +315,7 @@ class Texts(_Samples):
         if replacement == "delete":
             return {"input_ids": many[~masks].reshape(len(masks), -1)}
         words = self.lens.model.get_input_embeddings()(many)  # type: ignore[operator]
-        filler = torch.zeros_like(words[0, 0]) if replacement == "zero" else self._mean_word().to(words)
+        filler = torch.zeros_like(words[0, 0]) if replacement == "zero" else self._mean_word.to(words)
         return {"inputs_embeds": torch.where(masks[..., None], filler, words)}
 
     @property
@@ -336,7 +333,7 @@ class Texts(_Samples):
     def settings(self) -> dict[str, Any]:
         """Lengths, cut, and what the replacement `token` is."""
         try:
-            token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)
+            token = self.tokenizer.convert_ids_to_tokens(self.replacement_id)  # type: ignore[union-attr]
         except InputError:
             token = None
         lengths = {"n_tokens": self.n_tokens, "min_tokens": self.options.min_tokens}
@@ -344,14 +341,12 @@ class Texts(_Samples):
         return lengths | {"cut": self.options.cut, "replacement_token": token}
 
     def check(self, replacements: Sequence[str]) -> None:
-        """Refuse a replacement that on this model does not do what it says."""
-        longest = max(range(len(self)), key=lambda index: len(self.ids[index]))
-        sample = self.load(longest)
+        """Refuse `attention` where positions close the gap that a hidden token leaves: it is deletion there."""
+        sample = self.load(max(range(len(self)), key=self.length))
         if "attention" not in replacements or not self.is_causal or self._positions(sample.inputs["input_ids"]):
             return
-        masks = torch.zeros(1, sample.n_tokens, dtype=torch.bool)
-        masks[0, sample.n_tokens // 2] = True
-        hidden, deleted = (self.plain.run(self.copies(sample, masks, how)).states[0] for how in ("attention", "delete"))
+        mask = torch.arange(sample.n_tokens)[None] == sample.n_tokens // 2
+        hidden, deleted = (self.plain.run(self.copies(sample, mask, how)).states[0] for how in ("attention", "delete"))
         if bool((hidden - deleted).abs().max() <= 1e-5 * hidden.abs().max()):
             raise InputError(
                 f"On `{type(self.lens.model).__name__}` the replacement `attention` closes the gap that a hidden token "
@@ -365,14 +360,13 @@ class Texts(_Samples):
             return {}
         return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
 
+    @cached_property
     def _mean_word(self) -> Tensor:
-        if self._mean is None:
-            embedding = self.lens.model.get_input_embeddings()  # type: ignore[operator]
-            with torch.no_grad():
-                ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
-                total = sum(in_float64(embedding(part)).sum(0) for part in ids.split(8192))
-            self._mean = total / len(ids)  # type: ignore[assignment]
-        return self._mean  # type: ignore[return-value]
+        embedding: Any = self.lens.model.get_input_embeddings()  # type: ignore[operator]
+        with torch.no_grad():
+            ids = torch.arange(embedding.num_embeddings, device=embedding.weight.device)
+            sums = (in_float64(embedding(part)).sum(0) for part in ids.split(8192))
+            return sum(sums, torch.zeros((), dtype=torch.float64)) / len(ids)
 
 
 def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
@@ -382,7 +376,7 @@ def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
         raise InputError("Expected a text of more than two tokens; got none. Pass longer texts.")
     # All other tokens change: one of many may be lost in a first output that averages over them.
     other = ids[0] if set(ids) != {ids[0]} else ids[0] - 1 if ids[0] else 1
-    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=plain.lens.model.device)  # type: ignore[arg-type]
+    pair = torch.tensor([ids, [ids[0], *[other] * (len(ids) - 1)]], device=plain.device)
     states = plain.run({"input_ids": pair}, "first").states
     return bool((states[0] - states[1]).abs().max() <= 1e-4 * states[0].abs().max())
 
@@ -390,37 +384,32 @@ def _is_causal(plain: PlainModel, samples: Sequence[list[int]]) -> bool:
 class Images(_Samples):
     """Images as patches."""
 
-    replacements: tuple[str, ...] = IMAGE_REPLACEMENTS
-    is_causal = False
+    replacements = ("black", "mean", "blur")
 
     def __init__(self, lens: Lens, data: Dataset, options: PerturbationOptions) -> None:
         super().__init__(lens, data, options)
         self.pieces = [_piece(data, place, data.items[place]) for place in islice(_order(data, options), options.limit)]
-        self._special: int | None = None
+        self._n_special: int | None = None
 
     def load(self, index: int) -> Sample:
         """The pixels of one image."""
         piece = self.pieces[index]
         image = piece.content.load() if isinstance(piece.content, LazyImage) else piece.content
-        prepared = make_input(image, self.lens.model, self.lens.processor)
-        grid = prepared.grid(self.lens.model)
-        if grid is None:
+        prepared = self.lens.prepare(image)
+        grid, pixels = prepared.grid(self.lens.model), prepared.arguments.get("pixel_values")
+        if grid is None or pixels is None:
             raise InputError(
                 f"Expected a model that cuts images into patches; `{type(self.lens.model).__name__}` does not."
             )
-        pixels = prepared.arguments["pixel_values"]
-        n_special = self._n_special(pixels, grid[0] * grid[1])
+        if self._n_special is None:
+            self._n_special = self.plain.n_tokens({"pixel_values": pixels}) - grid[0] * grid[1]
         return Sample(
-            value=image,
+            prepared=prepared,
             inputs={"pixel_values": pixels},
-            n_tokens=n_special + grid[0] * grid[1],
-            fixed=frozenset(range(n_special)),
+            n_tokens=self._n_special + grid[0] * grid[1],
+            fixed=frozenset(range(self._n_special)),
             label=self._class(piece.label),
         )
-
-    def length(self, index: int) -> int:
-        """Unknown for an image before it is read."""
-        return 0
 
     def shapes(self, sample: Sample, masks: Tensor, replacement: str) -> list[tuple[int, ...]]:
         """For each copy the size of the picture: copies of the same size fit into one batch."""
@@ -437,13 +426,6 @@ class Images(_Samples):
         window = pixels[..., : rows * height, : columns * width]
         return {"pixel_values": torch.where(covered, self._filler(window, replacement), window)}
 
-    def check(self, replacements: Sequence[str]) -> None:
-        """Every replacement does on every model what it says."""
-
-    def settings(self) -> dict[str, Any]:
-        """Nothing beyond the processor."""
-        return {}
-
     def _filler(self, pixels: Tensor, replacement: str) -> Tensor:
         if replacement == "mean":
             return pixels.mean((-2, -1), keepdim=True)
@@ -455,11 +437,6 @@ class Images(_Samples):
             return pixels.new_zeros(1, pixels.shape[1], 1, 1)
         black = -torch.tensor(mean) / torch.tensor(std)  # what pixel 0 becomes by normalisation
         return black.to(pixels).reshape(1, -1, 1, 1)
-
-    def _n_special(self, pixels: Tensor, n_patches: int) -> int:
-        if self._special is None:
-            self._special = self.plain.n_tokens({"pixel_values": pixels}) - n_patches
-        return self._special
 
 
 Samples = Texts | Images

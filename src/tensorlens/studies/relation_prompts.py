@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -64,21 +64,13 @@ class Relation:
         return digest_of([self.template, *(text for fact in self.facts for text in (fact.subject, fact.object))])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Something wrong in a relation file.
-
-    Attributes:
-        path: The file.
-        place: Where in it: a key such as ``samples[3].object``, or the file.
-        message: The expected value and the given one.
-        is_fatal: Whether the relation had to be left out; otherwise only the place was.
-    """
+class Problem(NamedTuple):
+    """Something wrong at a place in a relation file; if it is fatal, the relation had to be left out."""
 
     path: str
     place: str
     message: str
-    is_fatal: bool
+    is_fatal: bool = False
 
 
 def load_relations(
@@ -101,17 +93,21 @@ def load_relations(
 
 
 def read_relation(path: Path, root: Path | None = None) -> tuple[Relation | None, list[Problem]]:
-    """One relation from its file, or None, and what was wrong with it.
-
-    Args:
-        path: The JSON file.
-        root: Folder that keys are relative to; the file's own by default.
-    """
+    """One relation from its file, or None, and what was wrong with it; its key is relative to the folder `root`."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_RelationFile)
-        facts, problems = _facts(file.samples, path)
     except (OSError, ValueError, RecursionError) as error:
         return None, [_problem(path, "", error, is_fatal=True)]
+    facts: dict[str, Fact] = {}  # a repeated subject would be in both halves of a split
+    problems = []
+    for i, sample in enumerate(file.samples):
+        try:
+            fact = msgspec.convert(sample, Fact)
+            if fact.subject in facts:
+                raise ValueError(f"{fact.subject!r} is listed twice; the first one counts - at `$.subject`")
+            facts[fact.subject] = fact
+        except (ValueError, RecursionError) as error:
+            problems.append(_problem(path, f"samples[{i}]", error))
     if not facts:
         none = ValueError("every sample is malformed; expected a subject with an object - at `$.samples`")
         return None, [*problems, _problem(path, "", none, is_fatal=True)]
@@ -119,31 +115,17 @@ def read_relation(path: Path, root: Path | None = None) -> tuple[Relation | None
     declared = file.properties.get("relation_type") if isinstance(file.properties, dict) else None
     category = inside[0] if inside else declared if isinstance(declared, str) and declared else "other"
     key, template = f"{category}/{path.stem}", file.prompt_templates[0]
-    return Relation(key=key, category=category, template=template, facts=facts, path=str(path)), problems
+    found = Relation(key=key, category=category, template=template, facts=tuple(facts.values()), path=str(path))
+    return found, problems
 
 
-def _facts(samples: list[Any], path: Path) -> tuple[tuple[Fact, ...], list[Problem]]:
-    """The facts that are well-formed, the first for each subject: a repeated one would be in both halves of a split."""
-    found: dict[str, Fact] = {}
-    problems = []
-    for i, sample in enumerate(samples):
-        try:
-            fact = msgspec.convert(sample, Fact)
-            if fact.subject in found:
-                raise ValueError(f"{fact.subject!r} is listed twice; the first one counts - at `$.subject`")
-            found[fact.subject] = fact
-        except ValueError as error:
-            problems.append(_problem(path, f"samples[{i}]", error, is_fatal=False))
-    return tuple(found.values()), problems
-
-
-def _problem(path: Path, place: str, error: Exception, *, is_fatal: bool) -> Problem:
+def _problem(path: Path, place: str, error: Exception, *, is_fatal: bool = False) -> Problem:
     """The message of msgspec, which ends with the place: ``- at `$.samples` ``."""
     message, _, where = str(error).partition(" - at `$")
     for regex, words in ((r"'\\S'", "a visible character"), (r"'\\{\\}'", "`{}` in the subject's place")):
         message = message.replace(f"matching regex {regex}", f"with {words}")
     place = (place + where.removesuffix("`")).removeprefix(".") or "the file"
-    return Problem(path=str(path), place=place, message=message, is_fatal=is_fatal)
+    return Problem(str(path), place, message, is_fatal)
 
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -154,10 +136,10 @@ DOCUMENT_START = "<|endoftext|>"
 
 @dataclass(frozen=True, kw_only=True)
 class RelationPrompt:
-    """A text that ends where the object should follow.
+    """A text that ends where the object should follow: examples, one per line, then the query.
 
     Attributes:
-        text: Examples, one per line, then the query.
+        text: The text.
         ids: Its tokens, including those that open a document.
         subject_tokens: Positions of the query's subject among them; the last one is where LRE reads.
     """
@@ -172,8 +154,7 @@ class RelationPrompt:
         return len(self.ids), self.subject_tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class FactSplit:
+class FactSplit(NamedTuple):
     """Facts to estimate on and facts to test on, no subject in both."""
 
     train: tuple[Fact, ...]
@@ -258,16 +239,14 @@ def align(relation: Relation, tokens: Tokens) -> tuple[Fact, ...]:
 
 def long_objects(relation: Relation, tokens: Tokens) -> list[Problem]:
     """A note on the objects of several tokens: of those only the first token can be compared."""
-    long = []
-    for i, fact in enumerate(relation.facts):
-        query = query_text(relation.template, fact.subject)
-        if len(tokens.encode(f"{query} {fact.object}")) - len(tokens.encode(query)) > 1:
-            long.append((i, fact.object))
+    queries = [(fact, query_text(relation.template, fact.subject)) for fact in relation.facts]
+    lengths = [len(tokens.encode(f"{query} {fact.object}")) - len(tokens.encode(query)) for fact, query in queries]
+    long = [fact for fact, length in zip(relation.facts, lengths, strict=True) if length > 1]
     if not long:
         return []
-    place = f"objects such as {long[0][1]!r} of {relation.facts[long[0][0]].subject!r}"
+    place = f"objects such as {long[0].object!r} of {long[0].subject!r}"
     message = f"{len(long)} of {len(relation.facts)} have several tokens; only the first is compared"
-    return [Problem(path=relation.path, place=place, message=message, is_fatal=False)]
+    return [Problem(relation.path, place, message)]
 
 
 def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> FactSplit:
@@ -279,7 +258,7 @@ def split_facts(facts: Sequence[Fact], n_train: int, seed: int) -> FactSplit:
         by_object.setdefault(fact.object, []).append(fact)
     turns = max(map(len, by_object.values()), default=0)
     covering = [group[turn] for turn in range(turns) for group in by_object.values() if turn < len(group)]
-    return FactSplit(train=tuple(covering[:n_train]), test=tuple(covering[n_train:]))
+    return FactSplit(tuple(covering[:n_train]), tuple(covering[n_train:]))
 
 
 def training_prompts(

@@ -15,38 +15,25 @@ the logit of the word w at i, with the pass kept fixed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tensorlens.axes import TensorSlice
 from tensorlens.errors import InputError, MethodError
 from tensorlens.operators.operator import check_token
-from tensorlens.operators.spectrum import (
-    effective_rank,
-    hoyer_sparsity,
-    perplexity,
-    singular_values,
-    stable_rank,
-)
+from tensorlens.operators.spectrum import effective_rank, hoyer_sparsity, perplexity, singular_values, stable_rank
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import in_float64
 
 KINDS = ("single", "prefix", "suffix")
 LINES = ("stable_rank", "effective_rank", "token_perplexity", "token_sparsity", "entry_sparsity", "bias_share")
+CHUNK = 1024
+"""Rows of the vocabulary at a time: all pairs of words at once would not fit in memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockRange:
-    """Blocks `start` to `stop` - 1, and why they are looked at.
-
-    Attributes:
-        kind: ``"single"`` block n, ``"prefix"`` 0 to n, or ``"suffix"`` n to the end.
-        start: First block.
-        stop: One after the last.
-    """
+class BlockRange(NamedTuple):
+    """Blocks `start` to `stop` - 1, and why: ``"single"`` block n, ``"prefix"`` 0 to n, ``"suffix"`` n to the end."""
 
     kind: str
     start: int
@@ -68,10 +55,10 @@ def block_ranges(n_blocks: int, kinds: Iterable[str] = KINDS, stride: int = 1) -
         "prefix": [(0, n) for n in stops],
         "suffix": [(n, n_blocks) for n in starts],
     }
-    unknown = [kind for kind in kinds if kind not in made]
-    if unknown:
-        raise InputError(f"Expected ranges of kind {', '.join(made)}; got {unknown[0]!r}.")
-    return [BlockRange(kind=kind, start=a, stop=b) for kind in kinds for a, b in made[kind]]
+    unknown = next((kind for kind in kinds if kind not in made), None)
+    if unknown is not None:
+        raise InputError(f"Expected ranges of kind {', '.join(made)}; got {unknown!r}.")
+    return [BlockRange(kind, *ends) for kind in kinds for ends in made[kind]]
 
 
 def tensor_properties(
@@ -87,23 +74,16 @@ def tensor_properties(
     Returns:
         One record for each range, plain data.
     """
-    out_token = default_out_token(T) if out_token is None else check_token(out_token, T.shape[0])
-    ranges = block_ranges(T.n_blocks) if ranges is None else ranges
-    return [_measure(T, one, out_token) for one in ranges]
-
-
-def default_out_token(T: AttentionTensor) -> int:
-    """The last token of a language model, the first token of any other model."""
-    return T.shape[0] - 1 if T.operator.recording.head is not None else 0
+    by_default = T.shape[0] - 1 if T.operator.recording.head is not None else 0
+    out_token = by_default if out_token is None else check_token(out_token, T.shape[0])
+    return [_measure(T, one, out_token) for one in (block_ranges(T.n_blocks) if ranges is None else ranges)]
 
 
 def _measure(T: AttentionTensor, blocks: BlockRange, out_token: int) -> dict[str, Any]:
     part = T.blocks(blocks.start, blocks.stop)
     output, bias = in_float64(part.output[out_token]), in_float64(part.bias[out_token])
     return {
-        "kind": blocks.kind,
-        "start": blocks.start,
-        "stop": blocks.stop,
+        **blocks._asdict(),
         "out_token": out_token,
         **slice_properties(part.rows(out_token)),
         "bias_share": float((output * bias).sum() / output.square().sum().clamp_min(1e-300)),
@@ -115,26 +95,18 @@ def slice_properties(rows: TensorSlice) -> dict[str, Any]:
     """Rank, entropy and sparsity of a slice T[i], and the ranks of its D × D blocks by input token."""
     by_token = rows.transpose(0, 1)  # (in_token, out_channel, in_channel)
     norms = in_float64(by_token).square().sum((1, 2)).sqrt()
-    whole, pairs = _ranks(rows.flatten(1)[None]), _ranks(by_token)
+    whole = singular_values(rows.flatten(1))
+    pairs = [singular_values(block) for block in by_token]  # one at a time: a float64 copy would be twice the slice
     return {
         "frobenius": float(norms.norm()),
-        "stable_rank": whole["stable"][0],
-        "effective_rank": whole["effective"][0],
+        "stable_rank": float(stable_rank(whole)),
+        "effective_rank": float(effective_rank(whole)),
         "token_perplexity": float(perplexity(norms.square())),
         "token_sparsity": float(hoyer_sparsity(norms)),
         "entry_sparsity": float(hoyer_sparsity(in_float64(rows.flatten()))),
         "pair_norm": norms.tolist(),
-        "pair_stable_rank": pairs["stable"],
-        "pair_effective_rank": pairs["effective"],
-    }
-
-
-def _ranks(matrices: Tensor) -> dict[str, list[float]]:
-    # One matrix at a time: a float64 copy of the slice would be twice its size.
-    values = [singular_values(matrix) for matrix in matrices]
-    return {
-        "stable": [float(stable_rank(one)) for one in values],
-        "effective": [float(effective_rank(one)) for one in values],
+        "pair_stable_rank": [float(stable_rank(one)) for one in pairs],
+        "pair_effective_rank": [float(effective_rank(one)) for one in pairs],
     }
 
 
@@ -163,10 +135,6 @@ def _weighted(record: dict[str, Any], name: str) -> float:
 # Pairs of words -------------------------------------------------------------------------------------------------------
 
 
-CHUNK = 1024
-"""Rows of the vocabulary at a time: all pairs at once would not fit in memory."""
-
-
 def word_pairs(T: AttentionTensor, in_token: int, out_token: int = -1, k: int = 10) -> list[tuple[str, str, float]]:
     r"""The pairs of words with the largest $u_w^\top T_{ij} e_v$: the word v at the input, the word w at the output.
 
@@ -190,20 +158,13 @@ def word_pairs(T: AttentionTensor, in_token: int, out_token: int = -1, k: int = 
         raise MethodError(
             "Pairs of words need a language model whose embedding and unembedding have the size of the states."
         )
-    block = T.rows(i)[:, j]  # (out_channel, in_channel)
-    best: list[tuple[float, int, int]] = []
+    block, best = T.rows(i)[:, j], list[tuple[float, int, int]]()  # (out_channel, in_channel); score, output, input
     with torch.no_grad():
         pulled = head.weight.to(block) @ block  # (word at the output, in_channel)
         for start in range(0, len(pulled), CHUNK):
-            scores = pulled[start : start + CHUNK] @ table.to(block).T
-            best += _largest(scores, start, k)
-            best = sorted(best, reverse=True)[:k]
+            scores = in_float64((pulled[start : start + CHUNK] @ table.to(block).T).flatten())
+            values, places = (one.tolist() for one in scores.topk(min(k, len(scores))))
+            found = zip(values, (divmod(place, len(table)) for place in places), strict=True)
+            best = sorted([*best, *((value, start + w, v) for value, (w, v) in found)], reverse=True)[:k]
     name: Any = T.context.classes.name if T.context.classes is not None else str
     return [(name(v), name(w), score) for score, w, v in best]
-
-
-def _largest(scores: Tensor, start: int, k: int) -> list[tuple[float, int, int]]:
-    """Score, output word and input word of the k largest entries."""
-    values, places = in_float64(scores.flatten()).topk(min(k, scores.numel()))
-    n = scores.shape[1]
-    return [(float(v), start + p // n, p % n) for v, p in zip(values, places.tolist(), strict=True)]

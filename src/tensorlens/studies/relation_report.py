@@ -58,8 +58,7 @@ def relation_summary(records: list[dict[str, Any]], problems: list[dict[str, Any
 
 def method_names(summary: dict[str, Any]) -> list[str]:
     """Every method of a summary, in a fixed order."""
-    overall = summary["categories"].get("all")
-    return sorted(overall["methods"]) if overall else []
+    return sorted(summary["categories"].get("all", {"methods": ()})["methods"])
 
 
 def _relation(splits: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def _relation(splits: list[dict[str, Any]]) -> dict[str, Any]:
         "n_splits": len(splits),
         "n_facts": splits[0]["n_facts"],
         "n_aligned": splits[0]["n_aligned"],
-        "n_test": float(np.mean([split["n_test"] for split in splits])),
+        "n_test": _mean([split["n_test"] for split in splits]),
         **_guesses(splits),
         "model_match": _mean([share(split["model_match"]) for split in splits]),
         "methods": {
