@@ -4,7 +4,7 @@
 other mappings (the output of a tokenizer) and dataclasses (blocks that pass on a record of their state).
 
 Three walkers are separate: they run for every function or step of a recording and see only plain tuples, lists and
-dictionaries: `program.nodes.leaves` with `mapped`, and `recording.live.found_in`.
+dictionaries: `program.steps.leaves` with `mapped`, and `recording.live.found_in`.
 """
 
 from __future__ import annotations

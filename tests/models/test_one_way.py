@@ -12,7 +12,7 @@ import tensorlens
 HOUSE = Path(tensorlens.__file__).parent
 
 WAYS = {
-    "modes of a run": (r"\b(evaluating|in_own_precision|eagerly|observing)\(", ("runner", "modes", "module_calls")),
+    "modes of a run": (r"\b(evaluating|in_own_precision|eagerly|observing)\(", ("runner",)),
     "opening of a dataclass": (r"__dataclass_fields__", ("trees",)),
     "tolerance by type": (r"(?m:^\w*(TOLERANCE|ACCEPTED)\w* = )|\.eps \*\* |torch.float32: 1e-\d", ("tolerances",)),
     "share of the free memory": (r"\d \* free_bytes|(?m:^\w*(KEPT|MEMORY)\w*_SHARE = |^SHARE_OF)", ("memory",)),

@@ -82,8 +82,8 @@ def attention_rule(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    q, k, v, mask = map(value_of, (query, key, value, attn_mask))
-    if run.rules.attention == "hold" or not any(map(is_live, (query, key, attn_mask))):
+    q, k, mask = value_of(query), value_of(key), value_of(attn_mask)
+    if run.rules.attention == "hold" or not (is_live(query) or is_live(key) or is_live(attn_mask)):
         run.note("attention: fused, query and key held")
         if not is_live(value):
             return mixed
@@ -100,7 +100,7 @@ def attention_rule(
             mixed,
             *live,
             raw(Tensor.clone, mixed),
-            (q, k, v),
+            (q, k, value_of(value)),
             mask,
             is_causal,
             scale,

@@ -253,7 +253,7 @@ kernel(
 # Packed weights -------------------------------------------------------------------------------------------------------
 #
 # A step takes the packed parts of a quantised weight, and unpacks the weight each time it runs. The parts are (codes,
-# scale, zero point, code book, shape), as `program.operations.unpacked` takes them: the memory of the model's own
+# scale, zero point, code book, shape), as `program.steps.unpacked` takes them: the memory of the model's own
 # weight, by reference. Nothing is kept at full size, and a saved program does not need the package.
 
 Packed = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[int, ...]]
