@@ -92,7 +92,7 @@ def _by_cost(pages: list[Path]) -> list[Any]:
 @pytest.mark.parametrize("page", _by_cost(_with("python")))
 def test_python_snippets_run(page):
     from tensorlens.maps.methods import METHODS
-    from tensorlens.recording import table as functions
+    from tensorlens.recording import tape as functions
     from tensorlens.recording.rules import modules as adapters
     from tensorlens.recording.rules import modules as kernels
 

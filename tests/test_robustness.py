@@ -128,7 +128,7 @@ def test_untouched_after_an_exception_in_the_middle(case: tuple[str, str], monke
     def explode(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
-    from tensorlens.recording.table import RULES
+    from tensorlens.recording.tape import RULES
 
     with monkeypatch.context() as patch:
         for name in ("rsqrt", "layer_norm"):

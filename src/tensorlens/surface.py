@@ -53,6 +53,6 @@ from tensorlens.recording.rules.modules import adapter as adapter
 from tensorlens.recording.rules.modules import kernel as kernel
 from tensorlens.recording.rules.nonlinear import activate as activate
 from tensorlens.recording.rules.nonlinear import quotient as quotient
-from tensorlens.recording.table import rules_for as rules_for
+from tensorlens.recording.tape import rules_for as rules_for
 from tensorlens.tensor import AttentionTensor as AttentionTensor
 from tensorlens.tensor import Prediction as Prediction

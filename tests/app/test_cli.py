@@ -66,7 +66,7 @@ def test_check_exits_by_its_verdict(folder, monkeypatch):
     said = runner.invoke(cli.app, ["check", folder]).stdout
     assert "exact and linear" in said
 
-    from tensorlens.recording.table import RULES
+    from tensorlens.recording.tape import RULES
 
     monkeypatch.setitem(RULES, "layer_norm", RULES["clone"])
     failed = runner.invoke(cli.app, ["check", folder])

@@ -16,7 +16,7 @@ from bench.families.table import read_table, write_table
 
 from tensorlens.recording.live import found_in, raw, value_of
 from tensorlens.recording.rules.modules import ADAPTERS, KERNELS
-from tensorlens.recording.table import RULES
+from tensorlens.recording.tape import RULES
 
 SAMPLE = [
     Case("causal", name, "eager")

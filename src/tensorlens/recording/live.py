@@ -18,7 +18,6 @@ from typing_extensions import TypeIs
 from tensorlens.errors import NotLinearError, words
 from tensorlens.program.steps import Slot, Spec
 from tensorlens.recording.conventions import Role
-from tensorlens.recording.table import name_of
 from tensorlens.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -282,19 +281,19 @@ class Writes:
         made.seen = self.cells[address].slot
         return made
 
-    def out(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def out(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """`f(…, out=y)` as `y.copy_(f(…))`."""
         target = kwargs["out"]
         rest = {key: value for key, value in kwargs.items() if key != "out"}
         if not isinstance(target, Tensor):
             raise NotLinearError(
-                f"`{name_of(function)}` writes into several tensors by `out=`, which no rule can follow. Take the "
+                f"`{name}` writes into several tensors by `out=`, which no rule can follow. Take the "
                 "function's results instead."
             )
         result = function(*args, **rest)
         if tuple(target.shape) != tuple(result.shape):
             if target.numel():
-                raise self._tape.refusal(f"{name_of(function)} with `out=` of another shape")
+                raise self._tape.refusal(f"{name} with `out=` of another shape")
             raw(Tensor.resize_, target, result.shape)
         return self.write(target, result)
 

@@ -36,8 +36,7 @@ from tensorlens.recording.calls import BlockCall, KeptBlocks, ModuleCalls, Modul
 from tensorlens.recording.conventions import Rules
 from tensorlens.recording.live import SIMPLE, Live, found_in, is_live, raw, spec_of, value_of
 from tensorlens.recording.recording import Head, Origin, Recording
-from tensorlens.recording.table import DESCRIBES, name_of
-from tensorlens.recording.tape import Tape, recording_on
+from tensorlens.recording.tape import DESCRIBES, Tape, name_of, recording_on
 from tensorlens.trees import map_tensors
 
 if TYPE_CHECKING:

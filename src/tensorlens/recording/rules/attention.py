@@ -23,8 +23,7 @@ from tensorlens.program.steps import Slot
 from tensorlens.recording.conventions import Role
 from tensorlens.recording.live import is_live, now, raw, value_of
 from tensorlens.recording.rules.modules import with_names
-from tensorlens.recording.table import family, of_value, rule
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import Tape, family, of_value, rule
 from tensorlens.tolerances import in_float64
 
 if TYPE_CHECKING:

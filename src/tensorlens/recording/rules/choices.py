@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from tensorlens.errors import NotLinearError
 from tensorlens.recording.conventions import Role, of_factors, of_largest
 from tensorlens.recording.live import is_live, raw, role_of
-from tensorlens.recording.table import family, of_value
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import Tape, family, of_value
 
 
 @of_value(

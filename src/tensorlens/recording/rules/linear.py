@@ -25,8 +25,7 @@ from tensorlens.recording.live import (
     spec_of,
     value_of,
 )
-from tensorlens.recording.table import family, of_value, rule
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import Tape, family, of_value, rule
 
 
 def role_after(name: str, *args: Any) -> Role | None:

@@ -27,8 +27,7 @@ from tensorlens.errors import NotLinearError
 from tensorlens.recording.live import found_in, is_live, raw, value_of
 from tensorlens.recording.rules import nonlinear
 from tensorlens.recording.rules.nonlinear import activate
-from tensorlens.recording.table import family
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import Tape, family
 
 Adapter = Callable[..., Any]
 ADAPTERS: dict[str, Adapter] = {}

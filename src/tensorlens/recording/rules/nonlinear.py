@@ -18,8 +18,7 @@ from tensorlens.errors import words
 from tensorlens.program.steps import at_least_float32, leaves, mapped, of_some
 from tensorlens.recording.conventions import Role, is_factor, of_factors
 from tensorlens.recording.live import Live, is_live, now, raw, spec_of, value_of
-from tensorlens.recording.table import ANY_KERNEL, family, rule
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import ANY_KERNEL, Tape, family, rule
 
 Elementwise = Callable[[Tensor], Tensor]
 

@@ -25,8 +25,7 @@ from tensorlens.recording.rules.attention import without_sink
 from tensorlens.recording.rules.linear import role_after
 from tensorlens.recording.rules.modules import parts_of
 from tensorlens.recording.rules.nonlinear import activate_from, by_derivative, moving, scaled, statistic, tangent
-from tensorlens.recording.table import family, of_value, rule
-from tensorlens.recording.tape import Tape
+from tensorlens.recording.tape import Tape, family, of_value, rule
 
 WEIGHTS: dict[str, tuple[float, float]] = {
     "first held": (0.0, 1.0),
