@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 import zoo
 
 import tensorlens as tl
+from tensorlens.maps.targets import Classes
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -58,6 +61,22 @@ ASKED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "top": (lambda v: tensor().map().top(v), (True, "a", 0)),
     "top components": (lambda v: tensor().components().top(v), (True, "a", 0)),
     "final norm": (lambda v: tl.Rules(include_final_norm=v), ("no", 1, None)),
+    "seed of a comparison": (lambda v: tl.compare(tensor(), tensor(), seed=v), (None, 1.5, "a", 2**70)),
+    "probes of a comparison": (lambda v: tl.compare(tensor(), tensor(), probes=v), (None, 0, True)),
+    "lens of a file": (lambda v: tl.AttentionTensor.load("t.safetensors", lens=v), (1, "a")),
+    "groups": (lambda v: tensor().map(groups=v), (np.array([["a", 0, 3]]), 1, [], "syllables", [("a", 0.0, 1)])),
+    "weights": (lambda v: tensor().map("tensor.in_class", -1, v), ({}, {3: 0.0}, {3: np.nan}, {3: "a"}, {-1: 1.0})),
+    "k of predictions": (lambda v: tensor().predictions(v), (0, True, 1.5)),
+    "tokens of an answer": (lambda v: lens().answer([1, 2], v), ([], [-1], [True], [10**9], 3)),
+    "tokens set aside": (lambda v: lens().answer([1, 2], [3]).map(set_aside=v), (0, "a", [9], [True])),
+    "probes of a corpus": (lambda v: tl.CorpusTensor.fit(lens(), [[1, 2]], probes=v), (0, -1, 1.5)),
+    "positions of a corpus": (lambda v: tl.CorpusTensor.fit(lens(), [[1, 2]], skip_first=v), (-1, 1.5, True)),
+    "seed of a corpus": (lambda v: tl.CorpusTensor.fit(lens(), [[1, 2]], probes=1, seed=v), (None, "a", 2**70)),
+    "one text": (lambda v: lens().explain(v), ({"input_ids": [[1, 2], [3, 4]]}, [[1, 2]], ["a"])),
+    "one text of a batch": (lambda v: lens().batch([v]), ({"input_ids": torch.tensor([[1, 2], [3, 4]])},)),
+    "basis": (lambda v: tensor().split(0, v), (None, torch.zeros(0, 16), "a")),
+    "method of attentions": (lambda v: tensor().attentions(v), ("tensor.in_out", "a", None)),
+    "column of a mapper": (lambda v: tl.Mapper("minilm")({"text": v}), ("A cat sat.", None, 3)),
     "path of blocks": (lambda v: tl.Lens(lens().model, blocks=v), (1, [], True)),
 }
 
@@ -78,5 +97,32 @@ def test_whole_numbers_of_numpy_are_numbers() -> None:
         .map("tensor.norm", probes=two, seed=two)
         .scores.equal(tensor().map("tensor.norm", probes=2, seed=2).scores)
     )
+    assert tensor().heads({two - 2: [two]}).operator.heads.keys() == {0}
+    assert (
+        tensor().map("tensor.in_class", -1, two).meta["target"] == tensor().map("tensor.in_class", -1, 2).meta["target"]
+    )
+    assert tl.compare(tensor(), tensor(), probes=two, seed=two).distance == 0
+    assert lens().answer([1, 2], [two]).ids == (2,)
+    assert "a" in tensor().map(groups=[("a", two - 2, two)]).in_tokens
+    assert tl.CorpusTensor.fit(lens(), [[1, 2, 3]], skip_first=two - 1, probes=two).meta["skip_first"] == 1
     assert len(tensor().map().top(two)) == 2
     assert len(tl.spectrum(tensor(), k=10**6).values) <= tensor().input.numel()
+
+
+def test_the_weights_of_one_class_are_summed() -> None:
+    classes = Classes(n_classes=3, labels={0: "no", 1: "yes", 2: "perhaps"})
+    assert classes.weights({"yes": 1.0, 1: 2, 0: 0.0}) == {1: 3.0}
+    with pytest.raises(tl.InputError, match="not all zero"):
+        classes.weights({"yes": 1.0, 1: -1.0})
+
+
+def test_a_device_that_is_not_here_is_no_damage_of_the_file(tmp_path: Path) -> None:
+    path = tensor().save(tmp_path / "t.safetensors")
+    for device in ("cuda:99", "nowhere"):
+        with pytest.raises(tl.LoadError, match="device="):
+            tl.AttentionTensor.load(path, device=device)
+
+
+def test_a_batch_travels() -> None:
+    mapped = pickle.loads(pickle.dumps(batch())).maps("tensor.in_out")
+    assert all(one.scores.equal(own.scores) for one, own in zip(mapped, batch().maps("tensor.in_out"), strict=True))

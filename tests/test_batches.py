@@ -67,7 +67,7 @@ def test_every_method_of_mixed_lengths(name, attention):
     lens, inputs = tl.Lens(model), ids()
     batch, tensors = made(lens, inputs), [lens(value) for value in inputs]
     for method in TOGETHER:
-        pending = batch.begin(method, -1, asked=TOGETHER)
+        pending = batch.begin(method, -1)
         assert pending is not None, method
         out_token = None if method == "tensor.in_class" and tensors[0].operator.recording.pools else -1
         for T, one in zip(tensors, pending(), strict=True):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice, takewhile
+from itertools import chain, count, islice, takewhile
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -85,28 +85,6 @@ class Asked:
         return target | raw | ({"probes": self.probes, "seed": self.seed} if name == "tensor.norm" else {})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The treatment of inputs that the model cannot take; see `Lens.maps`."""
-
-    on_error: Literal["raise", "skip"] = "raise"
-    skipped: list[tuple[int, str]] = field(default_factory=list)
-    truncate: bool = False
-    first: int = 0
-
-    def good(self, specimen: Specimen, values: Sequence[Any], first: int) -> list[ModelInput]:
-        """The inputs of the rows that can be mapped; `values` begins at row `first`."""
-        good = []
-        for row, made in enumerate(specimen.prepare_all(values, truncate=self.truncate), first):
-            if isinstance(made, ModelInput):
-                good.append(made)
-            elif self.on_error == "raise":
-                raise row_error(row, made) from made
-            else:
-                self.skipped.append((row, str(made)))
-        return good
-
-
 # One batch ------------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +122,10 @@ class Batch(Sequence[AttentionTensor], Printed):
     def __iter__(self) -> Iterator[AttentionTensor]:
         return (self[i] for i in range(len(self)))
 
+    def __reduce__(self) -> Any:
+        """Pickle the model and the inputs, which are recorded again."""
+        return Batch, (self.specimen, self.prepared)
+
     @own_modes
     def __getitem__(self, i: Any) -> Any:
         """The attention tensor of one sample, from its own recording, independent of the others."""
@@ -164,12 +146,11 @@ class Batch(Sequence[AttentionTensor], Printed):
 
     def check(self) -> None:
         """Refuse samples whose batched results differ from single ones, because they mix or react to padding."""
-        if self.is_separable():
-            return
-        raise InputError(
-            "This model mixes samples or reacts to padding: batched results differ from single ones. Use `lens.maps`, "
-            "which groups samples safely."
-        )
+        if not self.is_separable():
+            raise InputError(
+                "This model mixes samples or reacts to padding: batched results differ from single ones. Use "
+                "`lens.maps`, which groups samples safely."
+            )
 
     def is_separable(self) -> bool:
         """Whether samples stay separate: the one with most padding gives the same result on its own.
@@ -177,12 +158,10 @@ class Batch(Sequence[AttentionTensor], Printed):
         If the model decides over several samples at once, such as a router whose experts can be full, every sample
         is compared: a decision that changes none of them is harmless.
         """
-        if len(self) == 1:
-            return True
-        if carries_across(self.recording):
+        if len(self) > 1 and carries_across(self.recording):
             return False
         compared = range(len(self)) if self.recording.mixes_samples else self.shortest[-1:]
-        return all(map(self._is_as_alone, compared))
+        return len(self) == 1 or all(map(self._is_as_alone, compared))
 
     def _is_as_alone(self, i: int) -> bool:
         alone = self.specimen.look(self.prepared[i]).output
@@ -237,15 +216,12 @@ class Batch(Sequence[AttentionTensor], Printed):
         assert begun is not None, "of one input"
         return begun()[0]
 
-    def begin(
-        self, method: str, out_token: int, *, asked: Collection[str] = (), **options: Any
-    ) -> Callable[[], list[TokenMap]] | None:
+    def begin(self, method: str, out_token: int, **options: Any) -> Callable[[], list[TokenMap]] | None:
         """Start the maps of all samples on the device; calling the result waits for them. None if each must go alone.
 
         Args:
             method: A name in `METHODS`.
             out_token: The output to explain, counted from each sample's own end if negative.
-            asked: All requested methods, which may share work.
             options: Those of `Question`.
         """
         recording, is_alone = self.recording, len(self) == 1
@@ -263,7 +239,6 @@ class Batch(Sequence[AttentionTensor], Printed):
             samples=tuple(range(len(self))),
             lengths=self.lengths,
             classes=self.specimen.classes(recording),
-            asked=frozenset(asked),
             shared=self._shared.setdefault(key, {}),
             **options,
         )
@@ -372,6 +347,8 @@ class InBatches:
         """Names of results that differ between a batch and a single sample."""
         self._is_checked = False
         self._random = random.Random(seed)
+        weight = next(specimen.model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self._held = _learned.setdefault(specimen.model, _Learned()).held
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
@@ -381,11 +358,6 @@ class InBatches:
     def make_alone(self, prepared: ModelInput) -> Results:
         """The same for one sample, by a recording of its own."""
         raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return next(self.specimen.model.parameters()).device
 
     @property
     def most(self) -> int:
@@ -444,7 +416,7 @@ class InBatches:
         """Number of tokens per batch that fit into free memory."""
         if self.batch_size is not None:
             return sys.maxsize
-        return SHARE_OF_BATCH * free_bytes(self.device) / self._held.get(self.specimen.rules, self._guessed_bytes)
+        return SHARE_OF_BATCH * free_bytes(self.device) / (self._held.get(self.specimen.rules) or self._guessed_bytes)
 
     @cached_property
     def _guessed_bytes(self) -> int:
@@ -463,7 +435,7 @@ class InBatches:
         except (RuntimeError, TensorLensError) as error:
             if is_out_of_memory(error):
                 raise
-            raise self._otherwise("one by one", str(error).splitlines()[0]) from error
+            raise self._otherwise("one by one", (str(error) or type(error).__name__).splitlines()[0]) from error
         if batch.recording.mixes_samples is not None or not self._is_checked and batch.mixing is not None:
             raise self._otherwise("one by one", f"{batch.mixing} combines several of them")
         if batch.recording.from_model("A batch").anatomy.leaves_blocks_out:
@@ -503,9 +475,8 @@ class InBatches:
             return str(one) == str(other)
         if one.scores.shape != other.scores.shape:
             return False
-        dtype = next(self.specimen.model.parameters()).dtype
         error = relative(in_float64(one.scores) - in_float64(other.scores), other.scores)
-        return error <= _rounding(dtype, self.device.type == "cuda")
+        return error <= _rounding(self.dtype, self.device.type == "cuda")
 
     def _noted(self, found: Results) -> Results:
         """The same, with a note in `meta` if samples could not be batched freely."""
@@ -535,28 +506,42 @@ def _kind(prepared: ModelInput) -> tuple[str, ...]:
 class DatasetMaps(InBatches):
     """Makes maps of many samples, in their order; options are those of `Lens.maps`."""
 
-    def __init__(
-        self, specimen: Specimen, asked: Asked, rows: Rows | None = None, batch_size: int | None = None
-    ) -> None:
-        rows = rows or Rows()
+    def __init__(self, specimen: Specimen, asked: Asked, batch_size: int | None = None) -> None:
         asked.check()
         if batch_size is not None:
             check_whole(batch_size, "batch_size", 1)
-        check_choice(rows.on_error, "on_error", ("raise", "skip"))
         super().__init__(specimen, asked.methods, batch_size, seed=asked.seed)
-        self.asked, self.rows = asked, rows
+        self.asked = asked
 
-    def of(self, inputs: Iterable[Any], progress: bool | None) -> Iterator[Results]:
+    def of(
+        self,
+        inputs: Iterable[Any],
+        progress: bool | None,
+        *,
+        on_error: Literal["raise", "skip"],
+        skipped: list[tuple[int, str]],
+        truncate: bool,
+        first: int,
+    ) -> Iterator[Results]:
         """The maps of each input by method."""
-        return chain.from_iterable(stepwise(self._windows(inputs, progress)))
-
-    def _windows(self, inputs: Iterable[Any], progress: bool | None) -> Iterator[list[Results]]:
+        check_choice(on_error, "on_error", ("raise", "skip"))
+        waiting, rows = iter(inputs), count(first)
         total = len(inputs) if isinstance(inputs, Sized) else None
-        waiting, first = iter(inputs), self.rows.first
-        with bar(progress=progress, total=total, unit="map", delay=1, leave=False) as shown:
-            while window := list(islice(waiting, WINDOW * self.most)):
-                yield self.window(self.rows.good(self.specimen, window, first), done=shown.update)
-                first += len(window)
+
+        def windows() -> Iterator[list[Results]]:
+            with bar(progress=progress, total=total, unit="map", delay=1, leave=False) as shown:
+                while values := list(islice(waiting, WINDOW * self.most)):
+                    good = []
+                    for made, row in zip(self.specimen.prepare_all(values, truncate=truncate), rows, strict=False):
+                        if isinstance(made, ModelInput):
+                            good.append(made)
+                        elif on_error == "raise":
+                            raise row_error(row, made) from made
+                        else:
+                            skipped.append((row, str(made)))
+                    yield self.window(good, done=shown.update)
+
+        return chain.from_iterable(stepwise(windows()))
 
     def begin_batch(self, batch: Batch) -> dict[str, Callable[[], list[Any]]]:
         """Start the maps of a batch; those that differ in batches are computed one by one."""
@@ -565,7 +550,7 @@ class DatasetMaps(InBatches):
     def _begin_method(self, batch: Batch, name: str) -> Callable[[], list[Any]]:
         asked = self.asked
         if name not in self.go_alone:
-            begun = batch.begin(name, asked.out_token, **asked.options(name), asked=asked.methods)
+            begun = batch.begin(name, asked.out_token, **asked.options(name))
             if begun is not None:
                 return begun
         found = [self._map(one, name) for one in batch.apart()]
@@ -578,7 +563,7 @@ class DatasetMaps(InBatches):
 
     def _map(self, alone: Batch, name: str) -> TokenMap | TensorLensError:
         try:
-            return alone.map_alone(name, self.asked.out_token, asked=self.asked.methods, **self.asked.options(name))
+            return alone.map_alone(name, self.asked.out_token, **self.asked.options(name))
         except TensorLensError as error:
             if len(self.names) == 1:
                 raise

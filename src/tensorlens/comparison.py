@@ -9,7 +9,7 @@ Both norms are sketched: for Gaussian probes u, $E\lVert u^\top A \rVert^2 = \lV
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
@@ -21,8 +21,7 @@ from msgspec.structs import force_setattr
 from rich.console import RenderableType
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
-from tensorlens.operators.operator import FrozenOperator
+from tensorlens.errors import InputError, MethodError, check_seed, check_whole
 from tensorlens.program.program import Program
 from tensorlens.program.steps import Step
 from tensorlens.records import Index, Record
@@ -51,11 +50,6 @@ class StepDifference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     module: str
     block: Index | None
     distance: float | None
-
-    @classmethod
-    def of(cls, kind: Any, step: Step, distance: float | None = None) -> StepDifference:
-        """Describe one step of a program as a difference."""
-        return cls(kind, step.operation, step.module, step.block, distance)
 
     def __str__(self) -> str:
         """One line: place, operation and difference."""
@@ -118,13 +112,13 @@ class Comparison(Record, frozen=True, kw_only=True, dict=True, tag="tensorlens.c
 def _distance(first: AttentionTensor, second: AttentionTensor, probes: int, seed: int) -> float | None:
     if first.operator.shape != second.operator.shape:
         return None
-    generator = torch.Generator().manual_seed(seed)
-    apart, size = 0.0, 0.0
+    generator, squares = torch.Generator().manual_seed(seed), torch.zeros(2, dtype=torch.float64)
     for _ in range(probes):
         u = torch.randn(first.operator.output.shape, generator=generator)
-        one, other = (in_float64(t.operator.adjoint(u.to(t.operator.output))).cpu() for t in (first, second))
-        apart, size = apart + float((one - other).square().sum()), size + float(one.square().sum())
-    return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else float("inf"))
+        one, other = _pulled((first, second), u)
+        squares += torch.stack([(one - other).square().sum(), one.square().sum()])
+    apart, size = squares.tolist()
+    return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else math.inf)
 
 
 def _per_pair(first: AttentionTensor, second: AttentionTensor, probes: int, seed: int) -> Tensor:
@@ -132,18 +126,17 @@ def _per_pair(first: AttentionTensor, second: AttentionTensor, probes: int, seed
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(n_out):
-        starts = torch.randn(probes, n_channels, generator=generator)
-        one, other = (_pulled(t.operator, i, starts) for t in (first, second))  # (probe, in_token, in_channel)
-        apart, size = ((one - other).square().sum((0, 2)), one.square().sum((0, 2)))
+        u = torch.zeros(probes, n_out, n_channels)
+        u[:, i] = torch.randn(probes, n_channels, generator=generator)
+        one, other = _pulled((first, second), u)  # (probe, in_token, in_channel)
+        apart, size = (one - other).square().sum((0, 2)), one.square().sum((0, 2))
         ratio = (apart / size).sqrt()
         rows.append(torch.where(size == 0, torch.where(apart == 0, 0.0, torch.nan), ratio))
     return torch.stack(rows).float()
 
 
-def _pulled(operator: FrozenOperator, out_token: int, starts: Tensor) -> Tensor:
-    u = operator.output.new_zeros(len(starts), *operator.output.shape)
-    u[:, out_token] = starts.to(u)
-    return in_float64(operator.adjoint(u)).cpu()
+def _pulled(tensors: Iterable[AttentionTensor], u: Tensor) -> Iterator[Tensor]:
+    return (in_float64(T.operator.adjoint(u)).cpu() for T in tensors)
 
 
 def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PROBES, seed: int = 0) -> Comparison:
@@ -158,15 +151,17 @@ def compare(first: AttentionTensor, second: AttentionTensor, *, probes: int = PR
     for one in (first, second):
         if not isinstance(one, AttentionTensor):
             raise InputError(f"`compare` expected two attention tensors; got {type(one).__name__}.")
-    if type(probes) is not int or probes < 1:
-        raise InputError(f"`probes` must be a number of directions, 1 or more; got {probes!r:.60}.")
-    steps = tuple(_differences(first.program, second.program))
+    probes, seed = check_whole(probes, "probes", 1), check_seed(seed)
+    steps = tuple(
+        StepDifference(kind, step.operation, step.module, step.block, distance)
+        for kind, step, distance in _differences(first.program, second.program)
+    )
     made = Comparison(steps=steps, distance=_distance(first, second, probes, seed), probes=probes, seed=seed)
     force_setattr(made, "_tensors_compared", (first, second))  # not fields, so they are not saved
     return made
 
 
-def _differences(first: Program, second: Program) -> Iterator[StepDifference]:
+def _differences(first: Program, second: Program) -> Iterator[tuple[Any, Step, float | None]]:
     ones, others = first.steps, second.steps
     matcher = SequenceMatcher(None, [*map(_key, ones)], [*map(_key, others)], autojunk=False)
     for kind, a, b, c, d in matcher.get_opcodes():
@@ -174,10 +169,10 @@ def _differences(first: Program, second: Program) -> Iterator[StepDifference]:
             for one, other in zip(ones[a:b], others[c:d], strict=True):
                 distance = _apart(first, one, second, other)
                 if distance > 0:
-                    yield StepDifference.of("constants", one, distance)
+                    yield "constants", one, distance
             continue
-        yield from (StepDifference.of("first alone", step) for step in ones[a:b])
-        yield from (StepDifference.of("second alone", step) for step in others[c:d])
+        yield from (("first alone", step, None) for step in ones[a:b])
+        yield from (("second alone", step, None) for step in others[c:d])
 
 
 def _key(step: Step) -> Any:
@@ -186,18 +181,14 @@ def _key(step: Step) -> Any:
 
 def _apart(first: Program, one: Step, second: Program, other: Step) -> float:
     """The largest relative difference of the constants of a step."""
-    pairs = zip(_held(first, one), _held(second, other), strict=False)
-    return max((_relative(a, b) for a, b in pairs), default=0.0)
-
-
-def _held(program: Program, step: Step) -> Sequence[Tensor]:
-    return [program.constants[n] for n in step.held]
+    pairs = zip(one.held, other.held, strict=False)
+    return max((_relative(first.constants[a], second.constants[b]) for a, b in pairs), default=0.0)
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
     if a is b or a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b):
         return 0.0
-    if a.shape != b.shape or a.is_complex() or b.is_complex():
-        return float("inf")
+    if a.shape != b.shape or a.is_complex() or b.is_complex() or not a.any():
+        return math.inf
     a, b = in_float64(a).cpu(), in_float64(b).cpu()
-    return relative(a - b, a) if a.any() else float("inf")
+    return relative(a - b, a)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tensorlens.__about__ import package_versions
 from tensorlens.batches import Batch
-from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_seed, check_whole
 from tensorlens.files import from_json, reading, to_json, write_whole
 from tensorlens.inside.block import StreamPass
 from tensorlens.inside.features import read_slot
@@ -248,7 +248,10 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
         check_choice(outputs, "outputs", get_args(Outputs))
         check_lens(lens)
         check_several(texts)
-        sums = _Sums(outputs, probes, skip_first, skip_last, torch.Generator().manual_seed(seed), middle)
+        probes = None if probes is None else check_whole(probes, "probes", 1)
+        skip_first, skip_last = check_whole(skip_first, "skip_first"), check_whole(skip_last, "skip_last")
+        generator = torch.Generator().manual_seed(check_seed(seed))
+        sums = _Sums(outputs, probes, skip_first, skip_last, generator, middle)
         rest, batch_size = iter(texts), check_whole(batch_size, "batch_size", 1)
         with bar(progress=progress, unit=" texts") as shown:
             while some := list(islice(rest, batch_size)):
@@ -282,6 +285,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
     @own_modes
     def read(self, T: AttentionTensor, k: int = 5) -> CorpusReading:
         """The words that each state of an input leads to, by block and position, beside the plain logit lens."""
+        k = check_whole(k, "k", 1)
         recording, classes = T.operator.recording, T.context.classes
         states = [state[0] for state in recording.states[: recording.n_blocks]]
         expected = (len(states), states[0].shape[1])

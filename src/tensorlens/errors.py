@@ -58,6 +58,11 @@ def check_whole(value: Any, name: str, least: int = 0, most: int = LARGE) -> int
     return int(value)
 
 
+def check_seed(value: Any) -> int:
+    """A seed of torch's generators."""
+    return check_whole(value, "seed", -(2**63), 2**63 - 1)
+
+
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
     """Refuse a value that is not one of the allowed words."""
     if value not in choices:

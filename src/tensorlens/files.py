@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, TensorLensError
 
 Content = str | bytes | Callable[[Path], object]
 """A text (written as UTF-8), bytes, or a function that fills the file at a path."""
@@ -68,7 +68,7 @@ def reading(path: Path, by: str) -> Iterator[None]:
         raise InputError(f"Expected a file that {by} wrote; {str(path)!r} does not exist.")
     try:
         yield
-    except (InputError, MemoryError):
+    except (TensorLensError, MemoryError):
         raise
     except Exception as error:
         raise InputError(

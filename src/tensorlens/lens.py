@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from tensorlens.answers.answer import Answer, make_answer
-from tensorlens.batches import Asked, Batch, DatasetMaps, Rows
+from tensorlens.batches import Asked, Batch, DatasetMaps
 from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.explanation import Explanation, sink_apart
 from tensorlens.maps.targets import METHOD, OUT_TOKEN, Target
 from tensorlens.models.anatomy import Anatomy, find_anatomy
-from tensorlens.models.inputs import ModelInput
+from tensorlens.models.inputs import ModelInput, batch_size
 from tensorlens.models.runner import own_modes, refuse_traced
-from tensorlens.models.samples import batch_size, check_several, split_batch
+from tensorlens.models.samples import check_several, split_batch
 from tensorlens.models.texts import known_processor
 from tensorlens.recommendations import Recommendation, recommended
 from tensorlens.recording.conventions import Rules
@@ -181,8 +181,14 @@ class Lens(Printed):
         if not isinstance(skipped, (list, NoneType)):
             raise InputError(f"`skipped` must be a list, which receives the rows left out; got {skipped!r:.60}.")
         asked = Asked(methods=tuple(names), out_token=out_token, target=target, probes=probes, seed=seed, raw=raw)
-        rows = Rows(on_error=on_error, skipped=[] if skipped is None else skipped, truncate=truncate, first=first_row)
-        found = DatasetMaps(self.specimen, asked, rows, batch_size).of(inputs, progress)
+        found = DatasetMaps(self.specimen, asked, batch_size).of(
+            inputs,
+            progress,
+            on_error=on_error,
+            skipped=[] if skipped is None else skipped,
+            truncate=truncate,
+            first=first_row,
+        )
         return (maps[method] for maps in found) if isinstance(method, str) else found
 
     @own_modes

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_iterable
 from tensorlens.lens import Lens, load
 from tensorlens.maps.methods import check_question
 from tensorlens.maps.targets import METHOD_OF_CLASSES, Target
@@ -88,7 +88,7 @@ class Mapper(Printed):
         """
         if self.column not in rows:
             raise InputError(f"Expected a column {self.column!r}; got {', '.join(rows)}. Name it with `column`.")
-        found, skipped = self.part(list(rows[self.column]))
+        found, skipped = self.part(check_iterable(rows[self.column], self.column, "rows, such as batched=True gives"))
         made = {name: [one[name] for one in found] for name in EMPTY}
         if self.on_error == "skip":
             reasons = dict(skipped)

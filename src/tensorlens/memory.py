@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.axes import Range
-from tensorlens.errors import SizeError
+from tensorlens.errors import LoadError, SizeError
 from tensorlens.progress import bar, check_cancelled
 
 # The one table of memory. Each share is a part of the memory that is free at that moment, so that what was taken before
@@ -80,6 +80,24 @@ def _free_elsewhere() -> int:
     except ImportError:
         return UNKNOWN
     return int(psutil.virtual_memory().available)
+
+
+def chosen_device(device: str | torch.device | None) -> torch.device:
+    """The device that was asked for; the accelerator, if there is one, for None."""
+    if device is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise LoadError(f'device= takes names such as "cpu", "cuda", "cuda:1" or "mps"; got {device!r}.') from error
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if here is not None and here.type == chosen.type else 0
+    if chosen.type not in ("cpu", "meta") and (chosen.index or 0) >= count:
+        raise LoadError(
+            f"device={str(device)!r} was asked for, but torch sees {count} GPUs of this kind. "
+            'Use device="cpu", or install a torch build for your GPU.'
+        )
+    return chosen
 
 
 def bytes_on(device: torch.device, table: Mapping[str, int]) -> int:

@@ -17,7 +17,8 @@ import torch
 
 from tensorlens.errors import InputError, check_whole
 from tensorlens.lens import Lens
-from tensorlens.models.loading import model_class_of, read_config
+from tensorlens.memory import chosen_device
+from tensorlens.models.loading import chosen_dtype, model_class_of, read_config
 from tensorlens.recording.recording import Recording
 from tensorlens.views.printing import text_as_html
 
@@ -99,8 +100,9 @@ def size(
     config = read_config(model, **reading) if isinstance(model, str) else model
     name = model if isinstance(model, str) else type(model).__name__
     n_tokens = check_whole(n_tokens, "n_tokens", 2)
-    kind = getattr(torch, dtype or "float32")
-    where = torch.device(device or (torch.accelerator.current_accelerator() or "cpu"))
+    kind, where = chosen_dtype(dtype), chosen_device(device)
+    if not isinstance(kind, torch.dtype):  # "auto"
+        kind = getattr(config, "dtype", None) or torch.float32
     n_blocks = getattr(config, "num_hidden_layers", None)
     if not isinstance(n_blocks, int) or not hasattr(config, "vocab_size"):
         raise InputError(f"`size` needs a config of a text model with a number of blocks; {name} has none.")
@@ -109,7 +111,15 @@ def size(
     n_parameters = sum(one.numel() for one in whole.parameters())
     few = _few(config, n_blocks)
     tried = [costs_of(_with_blocks(config, k), kind, where, n_tokens, slices=slices) for k in few]
-    costs = tuple(_at(first, second, few, n_blocks) for first, second in zip(*tried, strict=True))
+
+    def line(a: float, b: float) -> float:
+        """By the line through two numbers of blocks."""
+        return max(b, a + (b - a) / max(1, few[1] - few[0]) * (n_blocks - few[0]))
+
+    costs = tuple(
+        Cost(a.work, line(a.seconds, b.seconds), None if a.n_bytes is None else int(line(a.n_bytes, b.n_bytes)))
+        for a, b in zip(*tried, strict=True)
+    )
     label = torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
     return Sizes(
         name, label, str(kind).removeprefix("torch."), n_tokens, n_parameters, n_parameters * kind.itemsize, costs
@@ -129,17 +139,6 @@ def _with_blocks(config: Any, n_blocks: int) -> Any:
         small.layer_types = small.layer_types[:n_blocks]
     small.num_hidden_layers = n_blocks
     return small
-
-
-def _at(first: Cost, second: Cost, few: tuple[int, int], n_blocks: int) -> Cost:
-    """The cost of a task with all blocks, by the line through two numbers of blocks."""
-
-    def line(a: float, b: float) -> float:
-        return max(b, a + (b - a) / max(1, few[1] - few[0]) * (n_blocks - few[0]))
-
-    sizes = (first.n_bytes, second.n_bytes)
-    n_bytes = None if sizes[0] is None or sizes[1] is None else int(line(sizes[0], sizes[1]))
-    return Cost(first.work, line(first.seconds, second.seconds), n_bytes)
 
 
 def costs_of(

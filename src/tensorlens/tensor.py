@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,15 @@ from torch import Tensor
 
 from tensorlens import tensor_files
 from tensorlens.axes import TensorSlice
-from tensorlens.errors import InputError, MethodError, check_iterable, check_path, missing_extra
+from tensorlens.errors import (
+    InputError,
+    MethodError,
+    check_iterable,
+    check_lens,
+    check_path,
+    check_whole,
+    missing_extra,
+)
 from tensorlens.inside.questions import InsideQuestions
 from tensorlens.maps.groups import Groups, find_groups
 from tensorlens.maps.methods import METHODS, NormKind, Question, begin_finishing, check_out_token, check_question
@@ -121,6 +128,8 @@ class AttentionTensor(InsideQuestions, TensorOperator):
             lens: A lens on the model, for a file with ``weights="reference"``.
             device: Where its numbers go. If None, the device they were saved from, or the CPU if this machine lacks it.
         """
+        if lens is not None:
+            check_lens(lens)
         return cls(*tensor_files.read_tensor(check_path(path), None if lens is None else lens.model, device))
 
     # The operator -----------------------------------------------------------------------------------------------------
@@ -186,13 +195,10 @@ class AttentionTensor(InsideQuestions, TensorOperator):
 
         `T.blocks(a, c)` is `T.blocks(b, c)` after `T.blocks(a, b)`.
         """
-        is_whole = all(isinstance(edge, Integral) and not isinstance(edge, bool) for edge in (start, stop))
-        if not is_whole or not 0 <= start < stop <= self.n_blocks:
-            raise InputError(
-                f"Blocks must be a range within 0:{self.n_blocks} with at least one block; got {start}:{stop}."
-            )
-        first = self.operator.span.start
-        return self._but(span=Span(first + int(start), first + int(stop)))
+        start, stop, first = check_whole(start, "start"), check_whole(stop, "stop"), self.operator.span.start
+        if not start < stop <= self.n_blocks:
+            raise InputError(f"Blocks must be a range within 0:{self.n_blocks}, not empty; got {start}:{stop}.")
+        return self._but(span=Span(first + start, first + stop))
 
     @own_modes
     def heads(self, chosen: Mapping[int, Iterable[int]]) -> AttentionTensor:
@@ -213,22 +219,17 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         if not isinstance(chosen, Mapping) or not all(isinstance(heads, Iterable) for heads in chosen.values()):
             raise InputError(f"Heads are named by block, such as {{0: [1, 2]}}; got {chosen!r}.")
         for block, heads in chosen.items():
-            if type(block) is not int or not 0 <= block < self.n_blocks:
-                raise InputError(f"This operator has no block {block!r}; expected one of 0 to {self.n_blocks - 1}.")
-            index = self.operator.span.start + block
+            index = self.operator.span.start + check_whole(block, "block", 0, self.n_blocks - 1)
             multiplier = self._head_multiplier(index, check_iterable(heads, "heads", "heads of a block"), keep=keep)
             multipliers[index] = multiplier * multipliers.get(index, torch.ones_like(multiplier))
         return self._but(heads=multipliers)
 
-    def _head_multiplier(self, index: int, heads: list[int], *, keep: bool) -> Tensor:
+    def _head_multiplier(self, index: int, heads: list[Any], *, keep: bool) -> Tensor:
         n_heads = self.operator.recording.n_heads.get(index)
         if n_heads is None:
             raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")
-        wrong = [head for head in heads if type(head) is not int or not 0 <= head < n_heads]
-        if wrong:
-            raise InputError(f"Block {index} has heads 0 to {n_heads - 1}; got {wrong[0]!r}.")
         multiplier = torch.full((n_heads,), 0.0 if keep else 1.0)
-        multiplier[heads] = 1.0 if keep else 0.0
+        multiplier[[check_whole(head, "head", 0, n_heads - 1) for head in heads]] = 1.0 if keep else 0.0
         return multiplier
 
     def _but(self, **changes: Any) -> AttentionTensor:
@@ -385,6 +386,9 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         Returns:
             For each block (1, head, out_token, in_token), with one head unless `per_head`.
         """
+        check_question(method)
+        if METHODS[method].signed:
+            raise MethodError(f"The scores of `{method}` are signed, and attention is not. Use `tensor.norm`.")
         maps = []
         for n in range(self.n_blocks):
             block = self.blocks(n, n + 1)
@@ -423,8 +427,7 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         They come from the whole model, its soft caps and scales included, whatever the range of blocks.
         """
         recording, classes = self.operator.recording, self.context.classes
-        if type(k) is not int or k < 1:
-            raise InputError(f"`k` must be a number of predictions, 1 or more; got {k!r}.")
+        k = check_whole(k, "k", 1)
         if classes is None or recording.readout is None:
             raise no_head(recording.name)
         logits = plain_logits(recording, [check_token(out_token, self.shape[0])])[0]

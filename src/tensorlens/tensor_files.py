@@ -21,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tensorlens.errors import InputError, check_choice, words
+from tensorlens.errors import InputError, LoadError, check_choice, words
 from tensorlens.files import reading, write_whole
 from tensorlens.maps.targets import Classes, Context
+from tensorlens.memory import chosen_device
 from tensorlens.operators.operator import FrozenOperator
 from tensorlens.program.marks import Choice, Meeting, Mixture
 from tensorlens.program.program import Constants, Program
@@ -382,11 +383,13 @@ def unpack(
 
 def _device(record: TensorRecord, asked: str | None) -> torch.device | None:
     if asked is not None:
-        return torch.device(asked)
-    needed = {torch.device(memory.device) for memory in record.tensors.memories}
-    there = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
-    is_there = all(one.type in there and (one.index or 0) < max(1, torch.cuda.device_count()) for one in needed)
-    return None if is_there else torch.device("cpu")
+        return chosen_device(asked)
+    try:
+        for memory in record.tensors.memories:
+            chosen_device(memory.device)
+    except LoadError:
+        return torch.device("cpu")
+    return None
 
 
 def _operator(record: TensorRecord, tensors: Mapping[str, Tensor], device: torch.device | None) -> FrozenOperator:

@@ -266,7 +266,7 @@ def test_maps_of_answers_save_and_draw(tmp_path):
     [
         ("", {}, "not empty"),
         ("  ", {}, "not empty"),
-        ([], {}, "at least one token"),
+        ([], {}, "not empty"),
         (3, {}, "text or token ids"),
         (None, {"do_sample": True}, "seed"),
         (None, {"num_return_sequences": 2, "num_beams": 2}, "One answer"),

@@ -94,7 +94,7 @@ def test_grouped_maps_save_load_and_draw(tensor, tmp_path):
         ([("a", 0, 5), ("b", 4, 8)], "must not overlap"),
         ([("a", 3, 3)], "is empty"),
         ([("a", 0, 999)], "must lie within"),
-        ([("a", "0", 3)], "whole numbers"),
+        ([("a", "0", 3)], "whole number"),
         ([("a", 0)], "whole numbers"),
         (["nowhere"], "does not occur in the text"),
         ([""], "does not occur in the text"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tensorlens.answers.prompts import (
     read_prompt,
 )
 from tensorlens.answers.shares import Engine, Shares, TargetKind, make_targets, shares, through
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_choice, check_iterable
 from tensorlens.maps.groups import NAMED, Group, Groups, find_groups, grouped_meta, with_beside
 from tensorlens.maps.targets import no_head
 from tensorlens.maps.token_map import TokenMap
@@ -161,8 +161,8 @@ class Answer(Tabular):
                 '`against` explains one whole answer minus another: leave `rows` at "answer", `through` out, and take '
                 'the target "centred" or "logit".'
             )
-        if engine not in (None, "pulls", "pushes"):
-            raise InputError(f'`engine` must be "pulls" or "pushes"; got {engine!r}.')
+        if engine is not None:
+            check_choice(engine, "engine", get_args(Engine))
 
     # Parts and groups ------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,8 @@ class Answer(Tabular):
 
     def _apart(self, groups: tuple[Group, ...], aside: Sequence[int]) -> tuple[tuple[Group, ...], int]:
         """Move some tokens out of the groups into groups of their own, placed first; also return how many there are."""
-        alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in aside})
+        chosen = check_iterable(aside, "set_aside", "positions in the prompt")
+        alone = sorted({check_token(i, self.n_prompt_tokens, "set_aside") for i in chosen})
         return with_beside(groups, alone, self.tensor.tokens), len(alone)
 
     def _shifted(self, parts: Sequence[Group]) -> tuple[Group, ...]:

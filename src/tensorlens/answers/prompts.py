@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_iterable, check_whole
 from tensorlens.maps.groups import Passage
 from tensorlens.models.inputs import max_tokens, token_ids
 from tensorlens.models.pictures import Picture
@@ -215,11 +216,9 @@ def given(specimen: Specimen, prompt: Prompt, answer: Any) -> Continuation:
 
 def _given_ids(answer: Any) -> tuple[int, ...]:
     ids = answer.tolist() if isinstance(answer, (Tensor, np.ndarray)) else answer
-    if not isinstance(ids, Sequence):
-        raise InputError(f"`answer` must be a text or token ids; got {answer!r:.60}.")
-    if not ids or not all(type(i) is int for i in ids):
-        raise InputError(f"Expected an answer of at least one token id, a whole number; got {answer!r:.60}.")
-    return tuple(ids)
+    if not isinstance(ids, Sequence) or not ids:
+        raise InputError(f"`answer` must be a text or token ids, and not empty; got {answer!r:.60}.")
+    return tuple(check_whole(one, "answer") for one in ids)
 
 
 def generated(
@@ -261,8 +260,7 @@ def _generate(model: Any, ids: Tensor, further: Mapping[str, Any], **settings: A
 
 
 def _room(specimen: Specimen, prompt: Prompt, max_new_tokens: int) -> int:
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise InputError(f"`max_new_tokens` must be a whole number of at least 1; got {max_new_tokens!r}.")
+    check_whole(max_new_tokens, "max_new_tokens", 1)
     limit = max_tokens(specimen.model)
     before = len(prompt.decoder_ids)
     if limit is not None and before >= limit:
@@ -324,16 +322,13 @@ class Agreement(NamedTuple):
 
 def check_served(logprobs: Any, n_tokens: int) -> tuple[float, ...]:
     """A server's log-probabilities, one for each token of an answer."""
-    if isinstance(logprobs, str) or not isinstance(logprobs, Sequence):
-        raise InputError(
-            f"`logprobs` must be a list with one number for each token of the answer; got {logprobs!r:.60}."
-        )
+    logprobs = check_iterable(logprobs, "logprobs", "numbers, one for each token of the answer")
     if len(logprobs) != n_tokens:
         raise InputError(
             f"The answer has {n_tokens} tokens here, but `logprobs` has {len(logprobs)}: the server tokenised "
             f"the text differently, or counted the token that ends the answer. Pass the server's token ids as `answer`."
         )
-    numbers = tuple(float(one) if isinstance(one, (int, float)) else math.nan for one in logprobs)
+    numbers = tuple(float(one) if isinstance(one, Real) else math.nan for one in logprobs)
     if not all(one <= 1e-6 and math.isfinite(one) for one in numbers):
         raise InputError(f"`logprobs` must be finite and not above zero; got {logprobs!r:.60}.")
     return numbers

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError
+from tensorlens.errors import InputError, check_whole
 from tensorlens.models.pictures import WHOLE, Box, cells
 
 REST = "rest"
@@ -69,17 +69,14 @@ def find_groups(groups: Groups, labels: Sequence[str], meta: Mapping[str, Any]) 
     """
     if isinstance(groups, Mapping) and "regions" in groups:
         return _by_region(groups["regions"], labels, meta)
-    if groups == "tokens":
+    if isinstance(groups, str) and groups not in NAMED:
+        raise _not_groups(groups)
+    if isinstance(groups, str) and groups == "tokens":
         return tuple(Group(label, (k,)) for k, label in enumerate(labels))
-    if groups == "words":
+    if isinstance(groups, str) and groups == "words":
         return tuple(Group(word.label, tuple(range(word.start, word.stop))) for word in find_words(labels, meta))
     text, offsets = _text_of(labels, meta)
     if isinstance(groups, str):
-        if groups not in NAMED:
-            raise InputError(
-                f"`groups` must be one of {', '.join(NAMED)}, or a list of passages' texts or of (label, start, stop); "
-                f"got {groups!r}."
-            )
         return _assigned(sentences(text) if groups == "sentences" else lines(text), offsets)
     if isinstance(groups, Mapping):
         return _assigned(_separated(text, groups), offsets)
@@ -285,18 +282,15 @@ def _overlapped_most(pair: Any, spans: Sequence[Passage], order: Sequence[int], 
 
 
 def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
-    """The user's groups, as spans of the text or the tokens."""
+    """The user's groups, as passages of the text or ranges of tokens."""
     if not isinstance(groups, Sequence) or not groups:
-        raise InputError(
-            f"`groups` must be a name, or a list of passages' texts or of (label, start, stop) with at least one; "
-            f"got {groups!r}."
-        )
+        raise _not_groups(groups)
     spans = [_passage(one, text) if isinstance(one, str) else _triple(one) for one in groups]
     of_what = "tokens" if text is None else "characters"
     for span in spans:
         if span.start >= span.stop:
             raise InputError(f"The group {span.label!r} is empty: {span.start}:{span.stop}. Pass start < stop.")
-        if span.start < 0 or span.stop > length:
+        if span.stop > length:
             raise InputError(
                 f"The group {span.label!r} ({span.start}:{span.stop}) must lie within the input's {length} {of_what}."
             )
@@ -309,11 +303,17 @@ def _checked(groups: Any, length: int, text: str | None) -> list[Passage]:
     return spans
 
 
+def _not_groups(groups: Any) -> InputError:
+    return InputError(
+        f"`groups` must be one of {', '.join(NAMED)}, or a list of passages' texts or of (label, start, stop) with at "
+        f"least one; got {groups!r:.60}."
+    )
+
+
 def _triple(one: Any) -> Passage:
-    is_triple = isinstance(one, (tuple, list)) and len(one) == 3 and isinstance(one[0], str)
-    if not is_triple or not all(type(bound) is int for bound in one[1:]):
+    if not isinstance(one, (tuple, list)) or len(one) != 3 or not isinstance(one[0], str):
         raise InputError(f"A group is (label, start, stop) with whole numbers, or a passage; got {one!r}.")
-    return Passage(*one)
+    return Passage(one[0], check_whole(one[1], "start"), check_whole(one[2], "stop"))
 
 
 def _passage(passage: str, text: str | None) -> Passage:

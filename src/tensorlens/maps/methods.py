@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError, check_choice, check_whole
+from tensorlens.errors import InputError, MethodError, check_choice, check_seed, check_whole
 from tensorlens.maps.targets import METHOD_OF_CLASSES, Classes, Target, no_head, own_prediction
 from tensorlens.memory import on_its_way, sent
 from tensorlens.operators.operator import FrozenOperator
@@ -65,7 +65,6 @@ class Question:
         seed: Random seed for the probes.
         raw: For baselines of norms: join the blocks' matrices as they are, without dividing rows by their sums.
         weighed: A part of the input (token, channel) to weigh instead of the whole input.
-        asked: All methods for these rows: shared results are computed once.
         shared: Results shared by several methods.
     """
 
@@ -81,7 +80,6 @@ class Question:
     seed: int = 0
     raw: bool = False
     weighed: Tensor | None = None
-    asked: frozenset[str] = frozenset()
     shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -386,7 +384,7 @@ def check_question(
     check_choice(norm, "norm", get_args(NormKind))
     if probes is not None:
         check_whole(probes, "probes", 1)
-    check_whole(seed, "seed", -(2**63), 2**63 - 1)
+    check_seed(seed)
 
 
 def check_out_token(question_token: object, pools: bool, name: str) -> None:

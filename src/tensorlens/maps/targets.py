@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError, MethodError, check_whole
 from tensorlens.models.texts import INCOMPLETE, check_unicode, token_labels
 from tensorlens.operators.operator import check_token
 from tensorlens.operators.plain import plain_logits
@@ -105,11 +105,14 @@ class Classes:
     def weights(self, target: Target) -> Weights:
         """Weights on logits: +1 for the target, and -1 for the other of a pair; or weights as given."""
         if isinstance(target, dict):
-            if not target or not all(isinstance(weight, Real) and math.isfinite(weight) for weight in target.values()):
-                raise InputError(
-                    f"Weights must be {{id: number}} with at least one entry and no NaN; got {target!r:.80}."
-                )
-            return {self.index(index): float(weight) for index, weight in target.items()}
+            weights = dict[int, float]()
+            for one, weight in target.items():  # a name and its number are one class
+                index, number = self.index(one), float(weight) if isinstance(weight, Real) else math.nan
+                weights[index] = weights.get(index, 0.0) + number
+            weights = {index: weight for index, weight in weights.items() if weight}
+            if not weights or not all(map(math.isfinite, weights.values())):
+                raise InputError(f"Weights must be {{id: number}}, without NaN and not all zero; got {target!r:.80}.")
+            return weights
         if isinstance(target, Feature):
             raise InputError(f"Expected a target on logits; got {target}, which `T.components` and `T.graph` explain.")
         if isinstance(target, (tuple, list)):
@@ -123,10 +126,8 @@ class Classes:
 
     def index(self, target: str | int) -> int:
         """The class behind a token string, a class label or a number."""
-        if isinstance(target, int) and not isinstance(target, bool):
-            if not 0 <= target < self.n_classes:
-                raise InputError(f"`target` must be from 0 to {self.n_classes - 1}; got {target}.")
-            return target
+        if isinstance(target, Integral) and not isinstance(target, bool):
+            return check_whole(target, "target", 0, self.n_classes - 1)
         if not isinstance(target, str):
             raise InputError(
                 f"`target` must be a token string, a class label, a number, or a pair; got {type(target).__name__}."

@@ -273,6 +273,11 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
             )
     if not processed:
         raise InputError("Expected the output of a processor; got an empty dictionary.")
+    if batch_size(processed) > 1:
+        raise InputError(
+            f"Expected one input; got the output of a processor for {batch_size(processed)}. Ask the lens itself, "
+            "which gives a tensor for each, or pass them one by one."
+        )
     arguments = {
         name: _checked(value, name).to(device_of(model)) if isinstance(value, Tensor) else value
         for name, value in as_tensors(processed).items()
@@ -292,6 +297,16 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
         mask = {} if ids is None else {"attention_mask": torch.ones_like(arguments["input_ids"])}
         arguments = {first_parameter(model): mask | arguments}
     return ModelInput(arguments=arguments, kind="processed")
+
+
+def batch_size(processed: Mapping[str, Any]) -> int:
+    """How many samples a processor's output holds."""
+    for name in ("input_ids", "inputs_embeds", "attention_mask", "pixel_values", "input_values", "input_features"):
+        value = processed.get(name)
+        if value is not None:
+            dims = as_tensor(value, name).dim()
+            return len(value) if dims > 1 and not (name == "inputs_embeds" and dims == 2) else 1
+    return 1
 
 
 def as_tensors(processed: Mapping[str, Any]) -> dict[str, Any]:

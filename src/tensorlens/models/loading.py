@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tensorlens.errors import LoadError, MissingExtraError, missing_extra
+from tensorlens.memory import chosen_device
 from tensorlens.models.conversions import cache_folder
 from tensorlens.models.foreign_files import (
     check_complete,
@@ -115,7 +116,7 @@ def _options(
     if device_map is not None and device is not None:
         raise LoadError(f"Either device= or device_map= places a model; got {device!r} and {device_map!r}. Drop one.")
     chosen_device(device)
-    options: dict[str, Any] = {"dtype": _dtype(dtype), "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"dtype": chosen_dtype(dtype), "trust_remote_code": trust_remote_code}
     if attention is not None:
         options["attn_implementation"] = _attention(attention)
     if device_map is not None:
@@ -125,25 +126,8 @@ def _options(
     return options
 
 
-def chosen_device(device: str | torch.device | None) -> torch.device:
-    """The device of a name, or the accelerator that torch finds; one that is not here is refused."""
-    if device is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise LoadError(f'device= takes names such as "cpu", "cuda", "cuda:1" or "mps"; got {device!r}.') from error
-    here = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if here is not None and here.type == chosen.type else 0
-    if chosen.type not in ("cpu", "meta") and (chosen.index or 0) >= count:
-        raise LoadError(
-            f"device={str(device)!r} was asked for, but torch sees {count} GPUs of this kind. "
-            'Use device="cpu", or install a torch build for your GPU.'
-        )
-    return chosen
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+def chosen_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """The type that was asked for, or "auto"; float32 for None."""
     if dtype is None:
         return torch.float32
     if dtype == "auto" or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -19,8 +19,8 @@ from torch.utils._pytree import MappingKey, tree_map_with_path
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.models.inputs import (
     ModelInput,
-    as_tensor,
     as_tensors,
+    batch_size,
     device_of,
     drop_padding,
     forward_parameters,
@@ -187,16 +187,6 @@ def _stack(values: Sequence[Any], pad: int) -> Any:
 
 
 # A batch of a processor -----------------------------------------------------------------------------------------------
-
-
-def batch_size(processed: Mapping[str, Any]) -> int:
-    """How many samples a processor's output holds."""
-    for name in ("input_ids", "inputs_embeds", "attention_mask", "pixel_values", "input_values", "input_features"):
-        value = processed.get(name)
-        if value is not None:
-            dims = as_tensor(value, name).dim()
-            return len(value) if dims > 1 and not (name == "inputs_embeds" and dims == 2) else 1
-    return 1
 
 
 def split_batch(processed: Mapping[str, Any]) -> list[dict[str, Any]]:

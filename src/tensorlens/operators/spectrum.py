@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tensorlens.axes import TokenMatrix
 from tensorlens.errors import InputError, check_whole
+from tensorlens.models.inputs import as_tensor
 from tensorlens.models.runner import own_modes
 from tensorlens.operators.operator import Pulled, TensorOperator, check_token
 from tensorlens.program.steps import at_least_float32
@@ -338,12 +339,13 @@ class Split(NamedTuple):
 def projector(basis: Tensor, x: Tensor) -> Tensor:
     """The orthogonal projector (channel, channel) on what some directions span, in the type of x (…, channel)."""
     width = x.shape[-1]
-    rows = torch.atleast_2d(torch.as_tensor(basis)).to(device=x.device, dtype=torch.float64)
+    basis = as_tensor(basis, "basis")
+    rows = torch.atleast_2d(basis).to(device=x.device, dtype=torch.float64)
     rows = rows if rows.shape[-1] == width else rows.mT
-    if rows.dim() != 2 or rows.shape[-1] != width or not bool(rows.isfinite().all()):
+    if rows.dim() != 2 or rows.shape[-1] != width or not len(rows) or not bool(rows.isfinite().all()):
         raise InputError(
             f"`basis` must be finite directions of {width} channels, (direction, channel); got shape "
-            f"{tuple(torch.as_tensor(basis).shape)}."
+            f"{tuple(basis.shape)}."
         )
     _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
     vectors = vectors[sizes > sizes.max() * torch.finfo(torch.float64).eps * max(rows.shape)]

@@ -58,7 +58,8 @@ class Tabular:
         from pandas import DataFrame  # pyright: ignore[reportMissingImports]
 
         table = self._table()
-        return DataFrame(table.values, index=list(table.rows), columns=list(table.columns))
+        values = np.vectorize(_whole, otypes=[object])(table.values) if table.values.dtype == object else table.values
+        return DataFrame(values, index=[*map(_whole, table.rows)], columns=[*map(_whole, table.columns)])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The numbers; a copy, so that writing to it changes nothing here."""
@@ -76,6 +77,11 @@ class Tabular:
             MissingExtraError: matplotlib is not installed.
         """
         return plot_table(self._table(), self.headline, ax)
+
+
+def _whole(name: str) -> str:
+    """A name without halves of characters, which pandas cannot hold."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 # With matplotlib: bars, or cells with their names ---------------------------------------------------------------------
