@@ -140,15 +140,9 @@ def _iterate(
     tolerance: float,
     most: int,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Subspace iteration on TᵀT, read off by Rayleigh and Ritz: values, left and right vectors, about ‖T‖².
+    """Subspace iteration on TᵀT, read off by Rayleigh and Ritz: k values, left and right vectors, about ‖T‖².
 
-    Args:
-        push: T on columns (…, n_in, width).
-        pull: Tᵀ on columns (…, n_out, width).
-        start: Columns to begin with.
-        k: How many triplets are asked for.
-        tolerance: Relative change of the values at which to stop.
-        most: Maximum number of iterations.
+    `push` is T on columns (…, n_in, width), `pull` Tᵀ on columns (…, n_out, width).
     """
     pushed = push(start)
     total = float(pushed.square().sum(-2).mean())

@@ -253,10 +253,9 @@ class BlockCall:
         places = ModulePlaces(self.module, self.path)
         run = Tape(rules, weights=places.weights)
         found = self._record(x, run, places)
-        if not run.changed_constants():
-            return found
-        copying = Tape(rules, weights=places.weights, copies=True)  # the block has overwritten a constant
-        return self._record(x, copying, places)
+        if run.changed_constants():  # the block has overwritten one
+            found = self._record(x, Tape(rules, weights=places.weights, copies=True), places)
+        return found
 
     def _record(self, x: Tensor, run: Tape, places: ModulePlaces) -> BlockProgram:
         calls = ModuleCalls(places, run)
