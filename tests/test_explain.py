@@ -186,6 +186,20 @@ def test_an_encoder_with_a_head_says_at_which_token():
     assert "[SEP]" not in tl.Lens(build("bert"), tokenizer(wrapped=True)).explain("the cat").headline
 
 
+def test_what_is_inside_is_asked_in_the_same_words(lens):
+    e = lens.explain(TEXT, "component", target="a", against="b")
+    weights = {index: 1.0 if name == "a" else -1.0 for name in "ab" for index in lens.processor(name)["input_ids"]}
+    T = lens.with_rules(e.rules)(TEXT)
+    assert re.fullmatch(r"Why “a” \(.+ %\) rather than “b” after “… blue\. Big dogs bark”\?", e.headline)
+    for found in (
+        e.map,
+        T.components(-1, weights),
+        T.graph(-1, weights, max_nodes=3),
+        T.inside(-1, weights, max_nodes=3),
+    ):
+        assert found.headline == e.headline
+
+
 def test_one_sentence_is_explained_by_its_words(lens):
     assert lens.explain("Red and blue", "passage").map.meta["grouped"] == "words"
     assert lens.explain("Red. And blue", "passage").map.meta["grouped"] == "sentences"

@@ -354,3 +354,10 @@ def test_a_servers_log_probabilities_are_compared():
         other = lens.answer(PROMPT, GIVEN, logprobs=far)
     assert other.agreement is not None and not other.agreement.holds and other.agreement.largest > 2
     assert lens.answer(PROMPT, GIVEN).agreement is None
+
+
+def test_an_answer_that_continues_the_last_word_is_refused():
+    lens = tiny_lens()
+    with pytest.raises(tl.InputError, match="continues the prompt's last word: 'Bob hasa boat'"):
+        lens.answer("Bob has", "a boat")
+    assert lens.answer("Bob has", " a boat").text == " a boat" and lens.answer("Bob has:", "a").text == "a"

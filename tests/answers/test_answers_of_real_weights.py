@@ -63,7 +63,9 @@ def test_rows_sum_to_the_target_less_the_bias(answer, logits, groups, target):
 
 @pytest.mark.parametrize("target", ["centred", "runner_up"])
 def test_pushes_equal_pulls_and_groups_are_sums_of_tokens(answer, target):
-    pulled, pushed = (answer.map("lines", "sentences", target, engine=engine) for engine in ("pulls", "pushes"))
+    pulled, pushed = (
+        answer.map("lines", "sentences", target, set_aside=(), engine=engine) for engine in ("pulls", "pushes")
+    )
     by_token = answer.map("tokens", "sentences", target)
     sums = torch.stack([by_token.scores[:, list(group.tokens)].sum(1) for group in answer._groups("lines")], 1)
     limit = 3e-5 * by_token.scores.abs().sum(1, keepdim=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import InputError, check_iterable, check_whole
-from tensorlens.maps.groups import Passage
+from tensorlens.maps.groups import Passage, is_one_word
 from tensorlens.models.inputs import max_tokens, token_ids
 from tensorlens.models.pictures import Picture
 from tensorlens.models.runner import running
@@ -199,12 +199,18 @@ def given(specimen: Specimen, prompt: Prompt, answer: Any) -> Continuation:
     if prompt.text is None or prompt.n_encoder or prompt.arguments:
         ids, offsets = ids_of(specimen, answer, special=False, as_target=prompt.n_encoder > 0)
         return Continuation(ids, answer, offsets) if offsets else Continuation(ids, *decoded(specimen, ids))
+    meeting = prompt.text[-8:] + answer[:8]
+    if is_one_word(prompt.text[-1:], answer[:1]):
+        raise InputError(
+            f"The answer {answer!r:.40} continues the prompt's last word: {meeting!r}. Begin it with a space, or pass "
+            "ids."
+        )
     ids, offsets = ids_of(specimen, prompt.text + answer, special=prompt.has_special_tokens)
     n = len(prompt.ids)
     if ids[:n] != prompt.ids or len(ids) == n:
         raise InputError(
             f"The answer {answer!r:.40} does not continue the tokenised prompt: where they meet, "
-            f"{(prompt.text + answer)[len(prompt.text) - 8 : len(prompt.text) + 8]!r} is tokenised differently. Most "
+            f"{meeting!r} is tokenised differently. Most "
             "words begin with a space: let the answer begin with it and the prompt end without one, or pass ids."
         )
     if offsets is None:
@@ -231,7 +237,10 @@ def generated(
     """
     model = specimen.model
     if not callable(getattr(model, "generate", None)):
-        raise InputError(f"`{type(model).__name__}` generates no text. `lens.explain` explains its output for a text.")
+        raise InputError(
+            f"`{type(model).__name__}` has no `generate`. Pass the answer that you want explained, or explain one "
+            "prediction with `lens.explain(text)`."
+        )
     if options.get("do_sample") and seed is None:
         raise InputError("Sampling gives a different answer each time. Pass `seed` to make it reproducible.")
     if options.get("num_return_sequences", 1) != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,17 @@ from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
 from tensorlens.inside.features import read_slot
 from tensorlens.inside.stream import Component
 from tensorlens.inside.walk import Joining, Read, Walk
-from tensorlens.maps.targets import Classes, Feature, Target, Weights, no_head, one_output, own_prediction
+from tensorlens.maps.targets import (
+    Classes,
+    Feature,
+    Target,
+    Weights,
+    named,
+    no_head,
+    one_output,
+    own_prediction,
+    placed,
+)
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.program import Cotangents
 from tensorlens.progress import check_cancelled
@@ -47,7 +57,7 @@ class Explained:
         """The target at an output of an attention tensor; a head that reads the whole input at once has only one."""
         is_feature, context = isinstance(target, Feature), T.context
         i = check_token(out_token, T.operator.shape[0]) if is_feature else one_output(T.operator.recording, out_token)
-        return cls(
+        made = cls(
             operator=T.operator,
             classes=context.classes,
             out_token=i,
@@ -55,6 +65,12 @@ class Explained:
             tokens=context.tokens,
             meta=T.meta() | {"out_positions": [i]},
         )
+        if is_feature:
+            return made
+        recording, weights = T.operator.recording, made.weights  # raises if there are no classes
+        told = placed(recording, context, i, named(context.classes, weights), recording.logits_at(i))
+        is_capped = recording.head is not None and not recording.gives_raw_logits  # its probabilities are others
+        return replace(made, meta=made.meta | (replace(told, probability=None) if is_capped else told).meta)
 
     def run(self, finer: Finer | None = None) -> Pass:
         """The pass with the target's cotangents."""

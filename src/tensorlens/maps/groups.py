@@ -346,7 +346,7 @@ def find_words(labels: Sequence[str], meta: Mapping[str, Any]) -> tuple[Passage,
             `text` give the exact place of a token; without them the labels are read.
     """
     text, offsets = _text_of(labels, meta)
-    words = _joined(labels, text, offsets, _is_one_word)
+    words = _joined(labels, text, offsets, is_one_word)
     if sum(offsets[word.start] is not None for word in words) == 1:
         words = _joined(labels, text, offsets, lambda before, after: False)
     return tuple(
@@ -391,7 +391,7 @@ def fits(offsets: Any, n_tokens: int, n_characters: int) -> bool:
     )
 
 
-def _is_one_word(before: str, after: str) -> bool:
+def is_one_word(before: str, after: str) -> bool:
     """Whether a word that begins with `before` continues with `after`; a space belongs to the word after it."""
     if not before or not after or after[0].isspace():
         return False

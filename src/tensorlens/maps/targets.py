@@ -261,6 +261,14 @@ def read_target(classes: Classes, target: str | int, against: str | int | None, 
     return ReadTarget(weights, sides[0].target, sides[1].target if len(sides) > 1 else None, note)
 
 
+def named(classes: Classes, weights: Weights) -> ReadTarget:
+    """Weights on logits with the names of what they add and of what they subtract."""
+    added, subtracted = ({k: abs(w) for k, w in weights.items() if (w > 0) is is_added} for is_added in (True, False))
+    if not added:
+        return ReadTarget(weights, classes.names(weights), None, "")
+    return ReadTarget(weights, classes.names(added), classes.names(subtracted) if subtracted else None, "")
+
+
 def _read_one(classes: Classes, target: str | int, logits: Tensor) -> ReadTarget:
     if classes.tokenizer is None or not isinstance(target, str):
         index = classes.index(target)
@@ -507,6 +515,11 @@ def headlined(
         raise InputError(f"`target` must be one token or class; got {target!r:.60}. Pass the other as `against`.")
     logits = plain_logits(recording, [0 if recording.pools else out_token])[0]
     asked = read_target(context.classes, int(own_prediction(logits)) if target is None else target, against, logits)
+    return placed(recording, context, out_token, asked, logits)
+
+
+def placed(recording: Recording, context: Context, out_token: int, asked: ReadTarget, logits: Tensor) -> Headlined:
+    """A target with its probability and its place."""
     added = [index for index, weight in asked.weights.items() if weight > 0]
     chance = float(logits.float().softmax(-1)[added[0]]) if len(added) == 1 else None
     where = place_of(context, None if recording.pools else out_token)
@@ -527,6 +540,7 @@ def place_of(context: Context, out_token: int | None) -> str:
     text, labels = context.meta.get("text"), context.out_tokens or context.tokens
     if context.meta.get("causal"):
         is_last = out_token is None or out_token % len(labels) == len(labels) - 1
-        return after(text if isinstance(text, str) and is_last else "".join(labels[: (out_token or 0) + 1]))
+        between = "" if context.classes is None or context.classes.tokenizer is not None else " "
+        return after(text if isinstance(text, str) and is_last else between.join(labels[: (out_token or 0) + 1]))
     at = f"at “{visible(labels[out_token].strip())}” " if out_token is not None and len(labels) > 1 else ""
     return at + within(text if isinstance(text, str) else " ".join(context.tokens))

@@ -53,7 +53,7 @@ class Inside {
     const name = (token) => `“${visible(this.data.tokens[token]).trim()}”`;
     const reads = one?.read ? ` reads ${name(strongest(one.read))},` : "";
     const size = formatNumber(Math.abs(score), false);
-    return `${this.label(row, column)}${reads} moves “${visible(this.data.target)}” ${score < 0 ? "down" : "up"} ${size}`;
+    return `${this.label(row, column)}${reads} moves “${visible(this.data.target).replace(/\s+/g, " ").trim()}” ${score < 0 ? "down" : "up"} ${size}`;
   }
 
   // Columns: the heads of each block, then its feed-forward and whatever else it has.
