@@ -6,7 +6,7 @@ from statistics import mean
 
 from bench.records import FOLDER, KINDS, Records, Row, chance, interval_of, is_ours, is_peer, is_same, less, read, rows
 from bench.tables import DOCS, fill, markdown, ranged
-from tensorlens.inside.faithfulness import Faithfulness, faithfulness_of
+from tensorlens.inside.circuit import Faithfulness, faithfulness_of
 from tensorlens.recommendations import recommended
 from tensorlens.recording.conventions import RULE_SETS
 

@@ -24,7 +24,7 @@ from zoo import build, sample
 
 import tensorlens as tl
 from tensorlens.errors import TensorLensError
-from tensorlens.inside.faithfulness import faithfulness_of
+from tensorlens.inside.circuit import faithfulness_of
 from tensorlens.inside.stream import Component
 from tensorlens.maps.targets import Said
 from tensorlens.records import MOST_NESTED, Record

@@ -27,7 +27,7 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError, MethodError, check_choice, check_lens, check_path, check_seed, check_whole
 from tensorlens.files import from_json, reading, to_json, write_whole
 from tensorlens.inside.block import StreamPass
-from tensorlens.inside.features import read_slot
+from tensorlens.inside.dictionary import read_slot
 from tensorlens.maps.targets import Classes, Said
 from tensorlens.models.layouts import state_of
 from tensorlens.models.runner import own_modes, run

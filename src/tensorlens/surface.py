@@ -19,14 +19,14 @@ from tensorlens.errors import NotLinearError as NotLinearError
 from tensorlens.errors import SizeError as SizeError
 from tensorlens.errors import TensorLensError as TensorLensError
 from tensorlens.explanation import Explanation as Explanation
-from tensorlens.inside.ablation import Ablation as Ablation
 from tensorlens.inside.circuit import Circuit as Circuit
+from tensorlens.inside.circuit import Faithfulness as Faithfulness
 from tensorlens.inside.circuit import circuit as circuit
 from tensorlens.inside.components import ComponentMap as ComponentMap
 from tensorlens.inside.dictionary import Dictionary as Dictionary
-from tensorlens.inside.faithfulness import Faithfulness as Faithfulness
 from tensorlens.inside.graph import ComponentGraph as ComponentGraph
 from tensorlens.inside.inside_record import Inside as Inside
+from tensorlens.inside.patching import Ablation as Ablation
 from tensorlens.inside.patching import Patching as Patching
 from tensorlens.inside.patching import patching as patching
 from tensorlens.lens import Lens as Lens

@@ -23,7 +23,7 @@ from tensorlens.program.program import Cotangents, Pieces, Program, of_each
 from tensorlens.recording.recording import Recording
 
 if TYPE_CHECKING:
-    from tensorlens.inside.features import FeatureParts
+    from tensorlens.inside.dictionary import FeatureParts
 
 
 class Finer(NamedTuple):

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tensorlens.errors import InputError, MethodError, check_iterable, check_whole
-from tensorlens.inside.ablation import Ablation, Named, Replacement, ablation
 from tensorlens.inside.block import Finer
 from tensorlens.inside.components import ComponentMap, Effect, carried, component_map
 from tensorlens.inside.dictionary import Dictionary, check_features
 from tensorlens.inside.graph import ComponentGraph, component_graph
 from tensorlens.inside.inside_record import Inside, look_inside
+from tensorlens.inside.patching import Ablation, Named, Replacement, ablation
 from tensorlens.inside.score import By, grouped, score_map
 from tensorlens.inside.target import Explained
 from tensorlens.maps.groups import Groups, find_groups

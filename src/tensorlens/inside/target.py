@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.block import ByBlock, Finer, Part, StreamPass
-from tensorlens.inside.features import read_slot
+from tensorlens.inside.dictionary import read_slot
 from tensorlens.inside.stream import Component
 from tensorlens.inside.walk import Joining, Read, Walk
 from tensorlens.maps.targets import (

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from tensorlens.inside.block import Block, StreamPass
-from tensorlens.inside.features import FeatureParts, features_of
+from tensorlens.inside.dictionary import FeatureParts, features_of
 from tensorlens.inside.stream import Component, Write
 
 ROUNDING = 64
