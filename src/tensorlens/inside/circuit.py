@@ -105,9 +105,14 @@ class Circuit:
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def _units(self) -> Tensor:
+        """Which places of `scores` are edges or nodes."""
+        return self.is_wired if self.unit == "edges" else torch.ones_like(self.scores, dtype=torch.bool)
+
+    @property
     def size(self) -> int:
         """How many edges or nodes there are."""
-        return int(self.is_wired.sum()) if self.unit == "edges" else len(self.writers)
+        return int(self._units.sum())
 
     @property
     def n_kept(self) -> int:
@@ -122,25 +127,13 @@ class Circuit:
 
     # Selection --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _flat(self) -> Tensor:
-        """Scores (unit,) in order."""
-        return self.scores[self.is_wired] if self.unit == "edges" else self.scores
-
-    def _mask(self, chosen: Tensor) -> Tensor:
-        """Chosen units (unit,) in the shape of `scores`."""
-        if self.unit == "nodes":
-            return chosen
-        found = torch.zeros_like(self.is_wired)
-        found[self.is_wired] = chosen
-        return found
-
     def _best(self, count: int, order: Order) -> Tensor:
         check_choice(order, "order", get_args(Order))
-        flat = self._flat if order == "signed" else self._flat.abs()
-        chosen = torch.zeros(self.size, dtype=torch.bool)
-        chosen[flat.argsort(descending=True, stable=True)[:count]] = True
-        return self._mask(chosen)
+        places, scores = self._units.nonzero(), self.scores[self._units]
+        best = (scores if order == "signed" else scores.abs()).argsort(descending=True, stable=True)[:count]
+        chosen = torch.zeros_like(self._units)
+        chosen[places[best].unbind(1)] = True
+        return chosen
 
     def select(
         self,
@@ -274,8 +267,7 @@ class Circuit:
 
     def _printed(self, k: int) -> Iterator[RenderableType]:
         yield heading(repr(self))
-        places = self.is_wired if self.unit == "edges" else torch.ones_like(self.scores, dtype=torch.bool)
-        kept = (places if self.kept is None else self.kept).nonzero()
+        kept = (self._units if self.kept is None else self.kept).nonzero()
         scores = self.scores[kept.unbind(1)]
         rows = list[tuple[str, ...]]()
         for i in scores.abs().topk(min(check_whole(k, "k", 1), len(scores))).indices.tolist():
