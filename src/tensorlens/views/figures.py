@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from tensorlens.views.record import MapView, limit_of, palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 COLUMN_WIDTH = 3.35
@@ -50,16 +51,6 @@ _LINE = 0.21
 _MOST_VECTOR_CELLS = 10_000
 _INK, _MUTED, _EDGE = "#222930", "#5b6570", "#d7dbe0"
 _SAVING = threading.Lock()
-
-
-class _Colouring(NamedTuple):
-    """Colours and their limits; the matplotlib objects behind a legend."""
-
-    colours: Any
-    scale: Any
-
-    def of(self, score: float) -> Any:
-        return self.colours(self.scale(score)) if score == score else _missing()
 
 
 def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
@@ -107,11 +98,10 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     shown = view.coloured[out_token]
     colouring = _colouring(view, limit_of(shown))
     for j, (box, score) in enumerate(zip(boxes, shown, strict=True)):
-        _draw_token(axes, box, colouring.of(float(score)), is_aside=j in view.aside)
+        _draw_token(axes, box, colouring.to_rgba(float(score)), is_aside=j in view.aside)
     _add_heading(figure, heading)
     if note:
-        style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
-        axes.text(_MARGIN, depth + 0.02, note, va="top", **style)
+        axes.text(_MARGIN, depth + 0.02, note, va="top", **_style(_LABEL_SIZE - 0.5, _MUTED))
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
     _add_aside(figure, view, row, _MARGIN + min(1.6, width / 2) + 0.15)
     return figure
@@ -125,7 +115,7 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
         raise InputError("Expected a map of image patches, got one of text. Use heat_map or row_over_text.")
     of_patches = row[grid.first : grid.first + grid.n_patches]
     limit = limit_of(of_patches)  # a class token beside them may be many times larger
-    patches = _finite(of_patches.reshape(grid.rows, grid.columns), limit)
+    patches = np.clip(of_patches.reshape(grid.rows, grid.columns), -limit, limit)  # infinities are at the end of it
     side = width - 2 * _MARGIN
     heading, head = _heading(view, width)
     height = side * grid.rows / grid.columns + _LEGEND + head
@@ -139,9 +129,8 @@ def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
         axes.imshow(_muted(_picture(view.image)), extent=extent, interpolation="antialiased", aspect="auto")
         # A patch covers the picture by the size of its score, as in the page's overlay.
         alpha = opacity * np.nan_to_num(np.abs(patches) / limit, nan=1.0)
-    image = {"cmap": colouring.colours, "norm": colouring.scale, "alpha": alpha}
-    smooth = "nearest" if view.image is None else "bilinear"
-    axes.imshow(patches, extent=extent, interpolation=smooth, aspect="auto", **image)
+    image = {"cmap": colouring.cmap, "norm": colouring.norm, "alpha": alpha, "extent": extent, "aspect": "auto"}
+    axes.imshow(patches, interpolation="nearest" if view.image is None else "bilinear", **image)
     axes.set(xticks=[], yticks=[])
     _thin_frame(axes)
     _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
@@ -177,11 +166,17 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=150)
 
 
-def _colouring(view: MapView, limit: float) -> _Colouring:
+def _colouring(view: MapView, limit: float) -> ScalarMappable:
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
     scale = Normalize(-limit if view.is_signed else 0.0, limit, clip=True)
-    return _Colouring(colour_map(is_signed=view.is_signed), scale)
+    return ScalarMappable(scale, colour_map(is_signed=view.is_signed))
+
+
+def _style(size: float = _LABEL_SIZE, colour: str = _INK) -> dict[str, Any]:
+    """How a text is set."""
+    return {"fontsize": size, "family": font_families(), "color": colour, "parse_math": False}
 
 
 def colour_map(*, is_signed: bool) -> Any:
@@ -190,11 +185,6 @@ def colour_map(*, is_signed: bool) -> Any:
 
     stops = palette("signed" if is_signed else "unsigned", "light")
     return LinearSegmentedColormap.from_list("tensorlens", list(stops), N=511).with_extremes(bad=_missing())
-
-
-def _finite(scores: np.ndarray, limit: float) -> np.ndarray:
-    """Put infinities at the end of the scale; NaN stays, and is drawn as missing."""
-    return np.clip(scores, -limit, limit)
 
 
 def _missing() -> str:
@@ -221,10 +211,10 @@ def _check(view: MapView) -> None:
         raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
 
 
-def _draw_cells(axes: Axes, scores: np.ndarray, colouring: _Colouring, cell: float) -> None:
+def _draw_cells(axes: Axes, scores: np.ndarray, colouring: Any, cell: float) -> None:
     n_out, n_in = scores.shape
-    numbers = _finite(scores, colouring.scale.vmax)
-    image = {"cmap": colouring.colours, "norm": colouring.scale}
+    numbers = np.clip(scores, -colouring.norm.vmax, colouring.norm.vmax)  # infinities are at the end of the scale
+    image = {"cmap": colouring.cmap, "norm": colouring.norm}
     if scores.size <= _MOST_VECTOR_CELLS:
         line = 0.5 if cell >= 0.08 else 0.0
         masked = np.ma.masked_invalid(numbers)
@@ -248,8 +238,7 @@ def _label_axis(axis: Any, tokens: tuple[str, ...], size: float) -> None:
         step = next(step for step in (10, 20, 50, 100, 200, 500, 1000, 10**9) if len(tokens) / step <= 8)
         axis.set_ticks(np.arange(0, len(tokens), step) + 0.5, [str(k) for k in range(0, len(tokens), step)])
         return
-    labels = _labels(dict(enumerate(tokens)))
-    axis.set_ticks(np.arange(len(tokens)) + 0.5, labels, fontsize=size, family=font_families(), parse_math=False)
+    axis.set_ticks(np.arange(len(tokens)) + 0.5, _labels(dict(enumerate(tokens))), **_style(size))
 
 
 def _labels(tokens: Mapping[int, str]) -> list[str]:
@@ -286,8 +275,7 @@ def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *
     axes.add_patch(FancyBboxPatch((x, y), width, _LINE - 0.03, boxstyle=rounded, **face))
     red, green, blue = (part**2.2 for part in to_rgb(colour))
     ink = "#111418" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.19 else "#ffffff"
-    style = {"fontsize": _TEXT_SIZE, "family": font_families(), "color": ink, "parse_math": False}
-    axes.text(x + 0.015, y + 0.13, text, **style)
+    axes.text(x + 0.015, y + 0.13, text, **_style(_TEXT_SIZE, ink))
 
 
 def _heading(view: MapView, width: float) -> tuple[str, float]:
@@ -298,8 +286,7 @@ def _heading(view: MapView, width: float) -> tuple[str, float]:
 
 def _add_heading(figure: Figure, text: str) -> None:
     width, height = figure.get_size_inches()
-    style = {"fontsize": _LABEL_SIZE, "family": font_families(), "color": _INK, "parse_math": False}
-    figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **style)
+    figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **_style())
 
 
 def _wrapped(text: str, size: float, width: float) -> str:
@@ -314,13 +301,11 @@ def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: floa
         return
     width, height = figure.get_size_inches()
     names = ", ".join(_labels({j: view.in_tokens[j] for j in view.aside[:3]}))
-    numbers = "" if row is None else " " + ", ".join(_number(float(row[j]), view) for j in view.aside[:3])
-    style = {"fontsize": _LABEL_SIZE - 0.5, "family": font_families(), "color": _MUTED, "parse_math": False}
-    room = 0.93 * (width - left - _MARGIN) - sum(
-        text_width(part, _LABEL_SIZE - 0.5) for part in ("set aside: ", numbers)
-    )
+    sign = "+" if view.is_signed else ""
+    numbers = "" if row is None else " " + ", ".join(f"{row[j]:{sign}.3g}" for j in view.aside[:3])
+    room = 0.93 * (width - left - _MARGIN) - text_width(f"set aside: {numbers}", _LABEL_SIZE - 0.5)
     line = f"set aside: {fitted(names, _LABEL_SIZE - 0.5, room)}{numbers}"
-    figure.text(left / width, 0.13 / height, line, va="top", **style)
+    figure.text(left / width, 0.13 / height, line, va="top", **_style(_LABEL_SIZE - 0.5, _MUTED))
     if row is not None:
         bar = figure.add_axes((left / width, 0.2 / height, max(width - left - _MARGIN, 0.1) / width, 0.065 / height))
         bar.set_facecolor(_missing())
@@ -328,17 +313,11 @@ def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: floa
         _thin_frame(bar)
 
 
-def _number(score: float, view: MapView) -> str:
-    return f"{score:{'+' if view.is_signed else ''}.3g}"
-
-
-def _add_legend(figure: Figure, colouring: _Colouring, left: float, length: float) -> None:
-    from matplotlib.cm import ScalarMappable
-
+def _add_legend(figure: Figure, colouring: Any, left: float, length: float) -> None:
     width, height = figure.get_size_inches()
     place = figure.add_axes((left / width, 0.2 / height, length / width, 0.065 / height))
-    bar = figure.colorbar(ScalarMappable(colouring.scale, colouring.colours), cax=place, orientation="horizontal")
-    low, high = colouring.scale.vmin, colouring.scale.vmax
+    bar = figure.colorbar(colouring, cax=place, orientation="horizontal")
+    low, high = colouring.norm.vmin, colouring.norm.vmax
     ends = [f"−{high:.3g}", "0", f"+{high:.3g}"] if low < 0 else ["0", f"{high:.3g}"]
     bar.set_ticks([low, 0.0, high] if low < 0 else [low, high], labels=ends)
     labels = bar.ax.get_xticklabels()

@@ -89,7 +89,7 @@ def _whole(name: str) -> str:
 MOST_DRAWN = 40
 """The rows and columns to draw: the strongest, in their order."""
 _LONGEST = 28
-_TITLE_SIZES = (10.0, 6.0)
+_TITLE_SIZE = 9.0
 
 
 def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
@@ -115,37 +115,14 @@ def plot_table(table: Table, title: str, ax: Axes | None) -> Axes:
 
 
 def _set_title(ax: Axes, title: str) -> None:
-    """The title in lines that fit the figure and leave room for other titles; smaller or shorter if there are many."""
-    width, height = _room_for_title(ax)
-    size, lines = _TITLE_SIZES[0], wrapped(title, _TITLE_SIZES[0], width)
-    while _height(lines, size) > height and size > _TITLE_SIZES[1]:
-        size -= 1
-        lines = wrapped(title, size, width)
-    while _height(lines, size) > height and len(title) > 10:
+    """The title in two lines as wide as the axes at most; a longer one loses its middle."""
+    ax.figure.figure.draw_without_rendering()  # only a layout shows how wide they are
+    width = 0.95 * ax.get_window_extent().width / ax.figure.dpi
+    lines = wrapped(title, _TITLE_SIZE, width)
+    while lines.count("\n") > 1:
         title = shorten_inside(title, 9 * len(title) // 10)
-        lines = wrapped(title, size, width)
-    ax.set_title(lines, fontsize=size, family=font_families(), parse_math=False)
-
-
-def _room_for_title(ax: Axes) -> tuple[float, float]:
-    """Width and height in inches of the free space above the axes; a layout engine makes room for it."""
-    ax.figure.figure.draw_without_rendering()  # only a layout shows where the axes are
-    page, place = ax.figure.bbox, ax.get_window_extent()
-    middle = (place.x0 + place.x1) / 2
-    width, height = 2 * min(middle - page.x0, page.x1 - middle), place.height / 4
-    spec = ax.get_subplotspec()
-    if spec is not None:
-        spec = spec.get_topmost_subplotspec()
-        n_columns = spec.get_gridspec().ncols
-        width = min(width, page.width * len(spec.colspan) / n_columns * (0.8 if n_columns > 1 else 1.0))
-    if ax.figure.get_layout_engine() is None:
-        height = min(height, page.y1 - place.y1)
-    dpi = ax.figure.dpi
-    return 0.92 * float(width) / dpi, float(height) / dpi - 0.1
-
-
-def _height(lines: str, size: float) -> float:
-    return 1.25 * size / 72 * (lines.count("\n") + 1)
+        lines = wrapped(title, _TITLE_SIZE, width)
+    ax.set_title(lines, fontsize=_TITLE_SIZE, family=font_families(), parse_math=False)
 
 
 def _strongest(sizes: np.ndarray) -> np.ndarray:
