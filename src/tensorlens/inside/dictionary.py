@@ -299,22 +299,11 @@ class ActiveFeature:
 
 @dataclass(frozen=True, eq=False)
 class FeatureParts:
-    """The parts of a write: active features, the decoder's bias, and the error (token, channel)."""
+    """The parts of a write: active features, the decoder's bias, and the share of the variance that is error."""
 
     features: tuple[ActiveFeature, ...]
     bias: Tensor
-    error: Tensor
     share: float
-
-    @property
-    def activations(self) -> Tensor:
-        """(feature, token)."""
-        return torch.stack([one.activation for one in self.features]) if self.features else self.error.new_zeros(0, 0)
-
-    @property
-    def writes(self) -> Tensor:
-        """(feature, channel)."""
-        return torch.stack([one.write for one in self.features]) if self.features else self.bias.new_zeros(0, 0)
 
 
 def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> FeatureParts:
@@ -343,7 +332,7 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
             name = Component(block=block.n, kind=kind, feature=k)
             found.append(ActiveFeature(name, f[:, k], vectors[i], write.slot, rows[i], own.n, slot, place))
     share = float(rest.square().sum() / (y - y.mean(0)).square().sum().clamp_min(torch.finfo(y.dtype).tiny))
-    return FeatureParts(tuple(found), dictionary.bias.to(y), rest, share)
+    return FeatureParts(tuple(found), dictionary.bias.to(y), share)
 
 
 def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:

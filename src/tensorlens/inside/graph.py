@@ -178,16 +178,12 @@ class ComponentGraph(Record, frozen=True, kw_only=True, tag="tensorlens.componen
     def _node_payload(self, i: int) -> dict[str, Any]:
         node = self.nodes[i]
         is_target = node.component.kind == "target"
-        return {
+        return msgspec.to_builtins(node) | {
             "name": f"target {self.target}" if is_target else str(node.component),
             "short": self.target if is_target else node.component.short,
             "kind": node.component.kind,
             "block": node.component.block,
             "column": node.component.column,
-            "token": node.token,
-            "value": node.value,
-            "constant": node.constant,
-            "cut": node.cut,
         }
 
 

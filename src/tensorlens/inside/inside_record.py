@@ -23,7 +23,7 @@ from torch import Tensor
 from tensorlens.errors import InputError, MethodError
 from tensorlens.inside.components import ComponentMap, Effect, find_components
 from tensorlens.inside.graph import ComponentGraph, Growth, check_growth, page_writer
-from tensorlens.inside.score import score_map
+from tensorlens.inside.score import By, score_map
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
 from tensorlens.maps.token_map import TokenMap
@@ -223,27 +223,17 @@ def head_reads(run: Pass) -> list[HeadRead]:
         by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)  # (head, out_token, in_token)
         for head, pairs in enumerate(by_pair.cpu()):
             label = Component(block=block.n, kind="attention head", head=head)
-            found.append(HeadRead(head=label, read=pairs.sum(0), look=strongest(pairs, mixed.attention[head])))
+            i, j = divmod(int(pairs.abs().argmax()), pairs.shape[1])
+            look = Look(i, j, float(mixed.attention[head, i, j]))
+            found.append(HeadRead(head=label, read=pairs.sum(0), look=look))
     return sorted(found, key=lambda one: (one.head.block, one.head.head))
-
-
-def strongest(by_pair: Tensor, attention: Tensor) -> Look:
-    """The pair of tokens that moved the target most, from one head's effects (out_token, in_token)."""
-    place = int(by_pair.abs().argmax())
-    i, j = divmod(place, by_pair.shape[1])
-    return Look(i, j, float(attention[i, j]))
 
 
 def why(operator: FrozenOperator, head: Component, look: Look, tokens: tuple[str, ...]) -> Why | None:
     """The pair maps of one look; None if queries and keys cannot be followed."""
-    if head.block is None or head.head is None:
-        return None
-    asked = operator, head.block - operator.span.start, head.head, look.query, look.key
+    asked: Any = operator, (head.block or 0) - operator.span.start, head.head, look.query, look.key
     try:
-        return Why(
-            score_map(*asked, tokens=tokens, meta={}),
-            score_map(*asked, by="component", tokens=tokens, meta={}),
-        )
+        return Why(*(score_map(*asked, by=by, tokens=tokens, meta={}) for by in get_args(By)))
     except (MethodError, InputError):
         return None
 

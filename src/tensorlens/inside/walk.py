@@ -189,7 +189,10 @@ def _feature_rows(block: Block, parts: FeatureParts, cotangents: Tensor, whole: 
     there = torch.stack([block.to_tokens(one)[0] for one in cotangents])  # (row, token, channel)
     rows = list[Row]()
     if parts.features:
-        by_feature = torch.einsum("rij,fj->rfi", there, parts.writes) * parts.activations  # (row, feature, token)
+        writes, activations = (
+            torch.stack([getattr(one, name) for one in parts.features]) for name in ("write", "activation")
+        )
+        by_feature = torch.einsum("rij,fj->rfi", there, writes) * activations  # (row, feature, token)
         scores = block.placed(by_feature).unbind(1)
         rows = [Row(one.component, score) for one, score in zip(parts.features, scores, strict=True)]
     rows.append(Row(Component(block=block.n, kind="decoder bias"), block.placed(there @ parts.bias)))
