@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,39 @@ def test_a_features_score_is_its_activation_times_what_its_direction_is_worth() 
         error = y - given.bias - f @ given.decoders[0]
         share = error.square().sum() / (y - y.mean(0)).square().sum()
     assert found.meta["error_share"]["2"] == pytest.approx(float(share), rel=1e-9)
+
+
+@pytest.mark.parametrize("component", ["feed-forward", "attention"])
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gemma3", ("model.layers.1.mlp", "model.layers.1.self_attn.v_proj")),
+        ("olmo2", ("model.layers.1.mlp", "model.layers.1.self_attn.v_proj")),
+        ("bert-mlm", ("bert.encoder.layer.1.intermediate", "bert.encoder.layer.1.attention.self.value")),
+        ("opt", ("model.decoder.layers.1.fc1", "model.decoder.layers.1.self_attn.v_proj")),
+    ],
+)
+def test_the_input_is_what_enters_the_first_matrices_whatever_norms_come_after(
+    name: str, modules: tuple[str, str], component: Any
+) -> None:
+    model: Any = zoo.build(name, "sdpa")
+    kept = list[torch.Tensor]()
+    place = modules[component == "attention"]
+    handle = model.get_submodule(place).register_forward_pre_hook(lambda m, args: kept.append(args[0]))
+    model(torch.tensor([IDS]))
+    handle.remove()
+    encoder = Encoder(weight=drawn(40, D), bias=drawn(40) - 7, reads="input")
+    given = replace(dictionary("input"), component=component, encoders=(encoder,))
+    f = given.encoders[0](kept[0].detach().reshape(-1, D))
+    T = tl.Lens(model)(IDS)
+    fine = T.components(-1, 4, features={1: given})
+    active = {label.feature for label in fine.labels if label.kind == "feature"}
+    assert active == set(f.any(0).nonzero()[:, 0].tolist()) and 0 < len(active) < 40
+    own = [label.block == 1 and label.kind in ("feature", "decoder bias", "error") for label in fine.labels]
+    plain = T.components(-1, 4)
+    whole = [label.block == 1 and label.kind.startswith(component) for label in plain.labels]
+    found, expected = (c.scores[torch.tensor(some)].sum(0) for c, some in ((fine, own), (plain, whole)))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("reads", ["output", "input", "stream"])
@@ -293,6 +327,8 @@ def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
 def test_a_dictionary_trained_here_explains_more_than_a_mean(tmp_path: Path) -> None:
     lens = tl.Lens(zoo.build("gpt2", "sdpa", torch.float32))
     texts = [torch.randint(0, 40, (12,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(40)]
+    with pytest.raises(tl.InputError, match="0 to 2"):
+        tl.Dictionary.fit(lens, texts, block=3, progress=False)
     for kind in ("dictionary", "transcoder"):
         fitted = tl.Dictionary.fit(
             lens, texts, block=1, kind=kind, n_features=48, k=6, steps=500, batch_size=128, progress=False

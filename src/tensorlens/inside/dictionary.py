@@ -216,10 +216,10 @@ class Dictionary:
         check_choice(kind, "kind", get_args(Kind))
         check_lens(lens)
         check_several(texts)
-        x, y = gathered_states(lens, texts, check_whole(block, "block"))
         reads: Reads = "output" if kind == "dictionary" else "input"
+        x, y = gathered_states(lens, texts, check_whole(block, "block"), reads)
         encoder, decoder, centre, share = trained_parts(
-            y if kind == "dictionary" else x,
+            x,
             y,
             n_features=check_whole(n_features or 4 * y.shape[1], "n_features", 1),
             k=check_whole(k, "k", 1),
@@ -323,7 +323,7 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
             )
         own = block.run.block(n)
         slot, place = read_slot(own, dictionary.component if own.n == block.n else "feed-forward", encoder.reads)
-        f = encoder(own.to_tokens(own.values_of([slot])[slot])[0])
+        f = encoder(own.to_tokens(own.values_of([slot])[slot])[0]).to(y)
         active = f.any(0).nonzero()[:, 0]
         kind = "feature" if own.n == block.n else f"feature of block {own.n}"
         vectors, rows = decoder.to(y)[active], encoder.weight.to(y)[active]
@@ -336,7 +336,7 @@ def feature_parts(block: Block, write: Write, dictionary: Dictionary) -> Feature
 
 
 def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
-    """The slot that features of a component read: its output, the stream before it, or the output of its norm.
+    """The slot that features of a component read: its output, the stream before it, or the input of its matrices.
 
     Also the place of the sum that it belongs to.
     """
@@ -344,20 +344,14 @@ def read_slot(block: Block, component: str, reads: str) -> tuple[int, int]:
     if write is None:
         raise MethodError(f"Block {block.n} of `{block.recording.name}` has no {component} that can be told apart.")
     place, one = next((place, one) for place, one in enumerate(block.sums or ()) if write in one.writes)
-    slots = {"output": lambda: write.slot, "stream": lambda: one.stream, "input": lambda: _taken_in(block, write)}
-    return slots[reads](), place
-
-
-def _taken_in(block: Block, write: Write) -> int:
-    """The one slot that the module behind a write reads."""
-    for path in reversed([module.path for module in block.recording.modules if module.slot == write.slot]):
-        taken = block.taken_by(path)
-        if len(taken) == 1:
-            return taken[0]
-    raise MethodError(
-        f"The feed-forward of block {block.n} does not read a single state; use a dictionary that reads the stream "
-        "or the output."
-    )
+    slots = {"output": write.slot, "stream": one.stream, "input": block.stream.read_state(write, one)}
+    slot = slots[reads]
+    if slot is None:
+        raise MethodError(
+            f"The {component} of block {block.n} does not read a single state. Use a dictionary that reads the stream "
+            "or the output."
+        )
+    return slot, place
 
 
 def features_of(block: Block, write: Write, kind: str) -> FeatureParts | None:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from tensorlens.errors import InputError, MethodError
+from tensorlens.errors import InputError
 from tensorlens.inside.block import StreamPass
-from tensorlens.inside.dictionary import Encoder
-from tensorlens.inside.seats import readout_of_model, seat_of
-from tensorlens.models.layouts import state_of
+from tensorlens.inside.dictionary import Encoder, read_slot
 from tensorlens.progress import bar, check_cancelled
 
 HELD_OUT = 0.1
@@ -22,37 +20,23 @@ REVIVED_EVERY = 200
 """Number of steps after which features that were never active are restarted at the tokens explained worst."""
 
 
-def gathered_states(lens: Any, texts: Iterable[Any], block: int) -> tuple[Tensor, Tensor]:
-    """The inputs and outputs of a block's feed-forward, (token, channel) each, at all tokens of some texts."""
-    rest = iter(texts)
-    first = next(rest, None)
-    if first is None:
-        raise InputError("Expected texts to train on; got none.")
-    T = lens(first)
-    if not 0 <= block < T.n_blocks:
-        raise InputError(f"This operator has no block {block!r}; expected one of 0 to {T.n_blocks - 1}.")
-    run = StreamPass(T.operator, T.operator.recording.pieces(T.operator.span, {}))
-    own = [part for part in run.block(block).parts if part.component.kind == "feed-forward"]
-    seat = seat_of(run, own[0]) if own else None
-    if seat is None:
-        raise MethodError(f"No single module outputs the feed-forward of block {block}; a dictionary needs one.")
-    recording = run.recording
-    module = recording.from_model("Training a dictionary").model.get_submodule(seat.path)
-    kept: tuple[list[Tensor], list[Tensor]] = ([], [])
-
-    def keep(place: int) -> Any:
-        def at(x: Any) -> None:
-            state = x if isinstance(x, Tensor) else state_of(x)
-            kept[place].append(state.detach().reshape(-1, state.shape[-1]).clone())  # the model may write to it
-
-        return at
-
-    specimen = lens.specimen
-    for text in (first, *rest):
+def gathered_states(lens: Any, texts: Iterable[Any], block: int, reads: str) -> tuple[Tensor, Tensor]:
+    """What features of a block's feed-forward read, and its output: (token, channel) each, at all tokens of texts."""
+    kept = list[list[Tensor]]()
+    for text in texts:
         check_cancelled()
-        arguments = specimen.arguments(specimen.prepare(text).arguments)
-        readout_of_model(recording, arguments, taken={module: keep(0)}, given={module: keep(1)})
-    return torch.cat(kept[0]), torch.cat(kept[1])
+        operator = lens(text).operator
+        if not 0 <= block < operator.n_blocks:
+            raise InputError(f"This operator has no block {block!r}; expected one of 0 to {operator.n_blocks - 1}.")
+        run = StreamPass(operator, operator.recording.pieces(operator.span, {}))
+        one = run.block(block)
+        slots = [read_slot(one, "feed-forward", what)[0] for what in (reads, "output")]
+        values = one.values_of(slots)
+        kept.append([one.to_tokens(values[slot])[0].detach() for slot in slots])
+    if not kept:
+        raise InputError("Expected texts to train on; got none.")
+    read, written = (torch.cat(some) for some in zip(*kept, strict=True))
+    return read, written
 
 
 def trained_parts(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorlens.errors import words
-from tensorlens.program.marks import Choice, Mixture
+from tensorlens.program.marks import MOVES, Choice, Mixture
 from tensorlens.program.program import Program
 from tensorlens.program.steps import Slot, Step
 from tensorlens.recording.conventions import Rules
@@ -25,6 +25,8 @@ from tensorlens.records import Index
 
 PRODUCTS = words("mul div matmul einsum")
 """Operations that multiply by a constant."""
+
+MATRICES = words("linear matmul einsum")
 
 SAME_STATE = words("cast reshape expand")
 """Operations after which a state is still the same state."""
@@ -184,6 +186,20 @@ class Stream:
         steps = [step for step in self.program.steps if step.out in behind and is_matrix(step, self.program)]
         return steps[-1] if steps else None
 
+    def read_state(self, write: Write, of: StreamSum) -> int | None:
+        """The one state that the first matrices of a write read, such as the output of its norm; None if several."""
+        stream = {of.term, of.stream}
+        behind, late, found = self._ancestors(write.slot, stream) - stream, set[int](), set[int]()
+        for step in self.program.steps:
+            if step.out not in behind:
+                continue
+            if not late.isdisjoint(step.slots):
+                late.add(step.out)
+            elif step.operation in MATRICES and len(set(step.slots)) == 1:
+                late.add(step.out)
+                found.add(self._same_state(step.slots[0], MOVES, stream))
+        return found.pop() if len(found) == 1 else None
+
     def _next_sum(self, slot: int) -> int | None:
         """The nearest sum on the way back that the whole stream goes through, or the block's entry."""
         mixed = {mixture.slot for mixture in self.mixtures}
@@ -248,8 +264,8 @@ class Stream:
         behind = self._ancestors(slot, stops)
         return tuple(mixture for mixture in self.mixtures if mixture.slot in behind)
 
-    def _same_state(self, slot: int) -> int:
-        while slot in self.program.makers and self.program.makers[slot].operation in SAME_STATE:
+    def _same_state(self, slot: int, operations: Collection[str] = SAME_STATE, stops: Collection[int] = ()) -> int:
+        while slot not in stops and slot in self.program.makers and self.program.makers[slot].operation in operations:
             slot = self._parents[slot][0]
         return slot
 
