@@ -142,6 +142,16 @@ def test_inputs_of_two_lengths_are_refused() -> None:
         tl.patching(tl.Lens(zoo.build("gpt2")), CLEAN, CLEAN[:3], target=4)
 
 
+def test_lengths_are_those_of_each_stream() -> None:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+    config = hf.T5Config(vocab_size=60, decoder_start_token_id=0, **sizes)
+    lens = tl.Lens(zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval())
+    clean = {"input_ids": [CLEAN[:5]], "decoder_input_ids": [[2, 11, 12]]}
+    for ids, own in ((CORRUPTED[:4], [2, 11, 12, 13]), (CORRUPTED[:6], [2, 11])):  # as many tokens in all
+        with pytest.raises(tl.InputError, match="in the encoder"):
+            tl.patching(lens, clean, {"input_ids": [ids], "decoder_input_ids": [own]}, target=4)
+
+
 @pytest.mark.parametrize("name", ["llama", "bert-mlm"])
 def test_patches_that_share_a_run_are_what_they_are_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lens = tl.Lens(zoo.build(name, "sdpa"))

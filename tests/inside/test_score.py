@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -156,3 +157,19 @@ def test_only_what_can_be_seen_from_the_block_is_needed() -> None:
     T = tensor("llama", "sdpa")
     of_part, whole = T.blocks(1, 3).score(1, 2, 6, 4), T.score(2, 2, 6, 4)
     assert float(of_part.scores.sum()) == pytest.approx(float(whole.scores.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("rules", ["paper", "jacobian"])
+def test_a_saturated_soft_cap_hides_no_score(rules: str) -> None:
+    """A cap so low that the derivative of its tanh is zero; the softmax behind it is the witness."""
+    config = deepcopy(zoo.ZOO["gemma2"].config)
+    config.attn_logit_softcapping = 0.05
+    model = zoo.randomise(hf.Gemma2ForCausalLM._from_config(config, attn_implementation="eager")).double().eval()
+    T = tl.Lens(model, rules=rules)([5, 6, 7, 8, 9, 10, 11])
+    for block, head in ((0, 1), (1, 3)):
+        attention = mixing(T.operator.recording, block).attention[head, 5].double()
+        keys = attention.nonzero()[:, 0].tolist()
+        for by in ("token", "component"):
+            scores = torch.stack([T.score(block, head, 5, key, by=by).scores.sum().double() for key in keys])  # type: ignore[arg-type]
+            capped = 0.05 * (scores / 0.05).tanh()
+            torch.testing.assert_close(capped.diff(), attention[keys].log().diff(), rtol=1e-4, atol=1e-6)

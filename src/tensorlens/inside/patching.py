@@ -228,6 +228,10 @@ def _both_values(lens: Any, run: Pass, corrupted: Any) -> tuple[Values, Values]:
         return (lambda part: part.of(ours[part.slot])), (lambda part: part.of(theirs[part.slot]))
     other = specimen.look(prepared)
     check_lengths(run.operator.input, other.operator.input)
+    if run.recording.split(0) != other.operator.recording.split(0):
+        raise InputError(
+            "Expected two inputs of the same length in the encoder, and of the same length in the decoder."
+        )
     twin = Pass(other.operator, run.weights, run.out_token)
     return run.written, lambda part: twin.written(twin.parts[part.component])
 

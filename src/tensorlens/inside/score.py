@@ -38,7 +38,7 @@ from tensorlens.operators.attention_matrices import fused_attention
 from tensorlens.operators.operator import FrozenOperator, check_token
 from tensorlens.program.marks import Meeting
 from tensorlens.program.program import Cotangents, Program, SideChannelError, of_each
-from tensorlens.program.steps import Held
+from tensorlens.program.steps import Held, Step
 from tensorlens.recording.recording import Recording, Span
 
 By = Literal["token", "component"]
@@ -298,10 +298,16 @@ def _spelled_out(block: Block, meeting: Meeting, place: Place) -> ScoreLine:
             f"In block {block.n} of `{block.recording.name}`, no attention layer could be followed from queries "
             f"and keys to a softmax. Use `tensor.in_class`."
         )
-    cap = _slope_of_cap(program, at_x, place)
-    # If a mask replaces a number, nothing is left of the product.
-    is_masked = factor == 0 or _is_lowest(at_zero)
-    return ScoreLine(factor, float(at_zero), is_masked) if cap is None else ScoreLine(factor / cap, 0.0, is_masked)
+    cap = _cap(program, at_x, place)
+    if cap is None:
+        # If a mask replaces a number, nothing is left of the product.
+        return ScoreLine(factor, float(at_zero), factor == 0 or _is_lowest(at_zero))
+    # Around the cap, not through it: where a tanh is saturated, its derivative is zero.
+    after = float(place.of(program.cotangents({meeting.end: unit}, (cap.out,))[cap.out]))
+    before = torch.zeros_like(program.observe(at_x, cap.slots)[cap.slots[0]])
+    place.of(before).fill_(1)
+    factor = after * float(place.of(program.cotangents({cap.slots[0]: before}, (meeting.slot,))[meeting.slot]))
+    return ScoreLine(factor, 0.0, after == 0 or _is_lowest(at_zero))
 
 
 def _between(program: Program, start: int, end: int) -> Program:
@@ -312,8 +318,8 @@ def _between(program: Program, start: int, end: int) -> Program:
         return program.part((start, *sorted(error.slots)), (end,))
 
 
-def _slope_of_cap(program: Program, at_x: list[Tensor], place: Place) -> float | None:
-    """The factor by which a soft cap, a tanh, multiplies one score; None without a soft cap."""
+def _cap(program: Program, at_x: list[Tensor], place: Place) -> Step | None:
+    """The step that multiplies one score by the factor of a soft cap, a tanh; None without a soft cap."""
     for step in program.steps:
         factors = [arg for arg in step.args[1:] if type(arg) is Held and step.operation in ("mul", "gain")]
         shape = program.specs[step.out].shape
@@ -322,7 +328,7 @@ def _slope_of_cap(program: Program, at_x: list[Tensor], place: Place) -> float |
             z = place.of(program.observe(at_x, step.slots)[step.slots[0]])
             tanh = z.tanh()
             if any(torch.isclose(slope.to(z), one, rtol=1e-2) for one in (tanh / z, 1 - tanh.square())):
-                return float(slope)
+                return step
     return None
 
 

@@ -31,7 +31,6 @@ from tensorlens.views.record import MapView, limit_of, palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
 COLUMN_WIDTH = 3.35
@@ -166,7 +165,8 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=150)
 
 
-def _colouring(view: MapView, limit: float) -> ScalarMappable:
+def _colouring(view: MapView, limit: float) -> Any:
+    """Colours and their limits, as matplotlib maps numbers to colours."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
