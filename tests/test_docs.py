@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,6 +159,15 @@ def test_pages_import_public_names_only():
     assert inner and [name for name in inner if not name.startswith("tensorlens.plugins.")] == []
     used = set(re.findall(r"\btl\.([a-zA-Z_]+)", text))
     assert used and used <= {*tensorlens.__all__}
+
+
+def test_every_public_name_is_in_the_reference():
+    shown = re.findall(
+        r"^::: tensorlens\.(\w+)$", "".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md")), re.M
+    )
+    beside = {"METHODS", "studies", "__version__"}  # a table, a page, a text
+    names = {*tensorlens.__all__} - beside - {*vars(import_module("tensorlens.errors"))}
+    assert names and names <= {*shown}, names - {*shown}
 
 
 def test_the_readme_is_short():
