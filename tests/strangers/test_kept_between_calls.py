@@ -118,7 +118,7 @@ def test_parts_are_found_again_when_the_model_changed(change: Any) -> None:
 def test_what_a_pass_puts_in_the_place_of_a_key_is_taken_out_again() -> None:
     module = nn.Module()
     module.seen = {"before": True}  # type: ignore[assignment]
-    with evaluating(module):
+    with evaluating([module]):
         module.seen.clear()
         module.seen["after"] = True
     assert module.seen == {"before": True}
