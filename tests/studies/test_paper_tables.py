@@ -387,6 +387,8 @@ def test_every_setting_of_a_file_is_obeyed_and_said(tmp_path, way):
         found = getattr(table.options, name)
         assert (list(found) if isinstance(found, tuple) else found) == value, name
         assert table.options.limit == 7
+        again = PaperTable("bert", data, tmp_path / "out", protocol=table.protocol, seed=5, limit=4)
+        assert (again.options.seed, again.relation_options.seed, again.options.limit) == (5, 5, 4)
         said = table._said({"watched": "", "data": {}}, {"conditions": {}})
         own = ("methods", "column", "label", "seed")  # what a run is asked for anyway
         assert any(line.startswith(f"{name} = ") for line in said) == (name not in own), name

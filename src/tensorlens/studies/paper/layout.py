@@ -115,20 +115,15 @@ def perturbation_texts(about: About, summary: Mapping[str, Any], shown: Sequence
 def _detail(found: Mapping[str, Any], shown: Sequence[str]) -> list[dict[str, str]]:
     """Every method with its interval, and by how much the best of T is ahead of it."""
     rows = []
-    metrics = [metric for metric in METRIC_NAMES if metric in found.get("most", {})]
     for name in (*shown, *CONTROLS):
         row = {"method": name}
-        for metric in metrics:
-            result = found["most"][metric]
-            one, against = result["methods"].get(name), result.get("tensor_against_each", {}).get(name, {})
-            row[METRIC_NAMES[metric]] = (
-                "" if one is None else with_interval(one["auc"], one["interval"], one["n_units"], ".4g")
-            )
-            row[f"{METRIC_NAMES[metric]}: T is ahead by"] = (
-                with_interval(against["advantage"], against["interval"], against["n_units"], "+.3g")
-                if against.get("n")
-                else ""
-            )
+        for metric, result in found.get("most", {}).items():
+            one, ahead = result["methods"].get(name), result.get("tensor_against_each", {}).get(name, {})
+            label = METRIC_NAMES[metric]
+            row[label] = with_interval(one["auc"], one["interval"], one["n_units"], ".4g") if one else ""
+            gain = round(ahead.get("advantage", 0.0), 12)  # areas that are equal differ by rounding
+            said = with_interval(gain, ahead["interval"], ahead["n_units"], "+.3g") if ahead.get("n") else ""
+            row[f"{label}: T is ahead by"] = said
         rows.append(row)
     return rows
 
