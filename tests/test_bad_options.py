@@ -41,6 +41,8 @@ ASKED: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
     "seed": (lambda v: tensor().map("tensor.norm", probes=2, seed=v), (True, 2**70, [], "a", None)),
     "probes of a batch": (lambda v: batch().maps("tensor.norm", probes=v), (True, 0, "a")),
     "seed of a batch": (lambda v: batch().maps("tensor.norm", probes=2, seed=v), (True, [])),
+    "targets of a method without": (lambda v: batch().maps("tensor.in_out", targets=v), ([1, 2],)),
+    "target and targets": (lambda v: batch().maps("tensor.in_class", target=v, targets=[1, 2]), (1,)),
     "targets": (lambda v: batch().maps("tensor.in_class", targets=v), (3, "ab")),
     "seed of a data set": (lambda v: list(lens().maps([[1, 2]], "tensor.norm", probes=2, seed=v)), (True, [])),
     "inputs": (lambda v: lens().batch(v), (1, None, torch.tensor(1), True)),
@@ -123,6 +125,8 @@ def test_a_device_that_is_not_here_is_no_damage_of_the_file(tmp_path: Path) -> N
             tl.AttentionTensor.load(path, device=device)
 
 
-def test_a_batch_travels() -> None:
+def test_batches_and_circuits_travel() -> None:
     mapped = pickle.loads(pickle.dumps(batch())).maps("tensor.in_out")
     assert all(one.scores.equal(own.scores) for one, own in zip(mapped, batch().maps("tensor.in_out"), strict=True))
+    circuit = tl.circuit(lens(), [1, 2, 3], [1, 5, 3], target=(4, 6))
+    assert repr(pickle.loads(pickle.dumps(circuit))) == repr(circuit)

@@ -195,8 +195,11 @@ class Batch(Sequence[AttentionTensor], Printed):
             probes: For `tensor.norm`.
             seed: Random seed for the probes.
         """
-        check_question(method, target, probes=probes, seed=seed)
-        targets = None if targets is None else check_iterable(targets, "targets", "a target for each sample")
+        if targets is not None:
+            targets = check_iterable(targets, "targets", "a target for each sample")
+            if target is not None:
+                raise InputError("`target` is one for all samples, `targets` is one for each. Pass one of them.")
+        check_question(method, target if targets is None else targets, probes=probes, seed=seed)  # type: ignore[arg-type]
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         sketch = {"probes": probes and int(probes), "seed": int(seed)} if method == "tensor.norm" else {}

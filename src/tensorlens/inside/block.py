@@ -6,8 +6,8 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from tensorlens.inside.dictionary import FeatureParts
 
 
-class Finer(NamedTuple):
+@dataclass(frozen=True)
+class Finer:
     """Blocks whose writes are split into neurons, into experts, or into the features of a dictionary."""
 
     neurons: frozenset[int] = frozenset()
     experts: frozenset[int] = frozenset()
-    features: Mapping[int, Dictionary] = MappingProxyType({})
+    features: Mapping[int, Dictionary] = field(default_factory=dict)
 
 
 class Part(NamedTuple):
