@@ -97,7 +97,7 @@ class AttentionTensor(InsideQuestions, TensorOperator):
 
     def __reduce__(self) -> Any:
         """Pickle the content of a saved file: the program with its numbers, without the model."""
-        return _unpickled, tuple(tensor_files.pack(self.operator, self.context))
+        return _unpickled, tensor_files.pack(self.operator, self.context)
 
     # Files ------------------------------------------------------------------------------------------------------------
 

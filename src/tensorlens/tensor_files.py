@@ -133,13 +133,6 @@ AS_THEY_ARE = words("slots readout_slot n_encoder_blocks starts_at_embedding giv
 """Fields of a `Recording` that its record has too."""
 
 
-class Packed(NamedTuple):
-    """An attention tensor ready to be stored: records as JSON, and memories by name."""
-
-    header: bytes
-    memories: dict[str, Tensor]
-
-
 # Arguments of steps ---------------------------------------------------------------------------------------------------
 
 
@@ -194,8 +187,8 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
-def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> Packed:
-    """An operator and the context of its input, as records and memories."""
+def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside") -> tuple[bytes, dict[str, Tensor]]:
+    """An operator and the context of its input: records as JSON, and memories by name."""
     check_choice(weights, "weights", get_args(Weights))
     recording, classes = operator.recording, context.classes
     program, constants = recording.program, recording.program.constants
@@ -225,7 +218,7 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
             meta=context.meta,
         ),
     )
-    return Packed(msgspec.json.encode(record, enc_hook=lambda one: KINDS[type(one).__name__][1](one)[0]), memories)
+    return msgspec.json.encode(record, enc_hook=lambda one: KINDS[type(one).__name__][1](one)[0]), memories
 
 
 def _store_program(program: Program) -> ProgramRecord:
@@ -331,9 +324,9 @@ def write_tensor(operator: FrozenOperator, context: Context, path: Path, weights
     """Write a file whole or not at all."""
     if path.suffix != ".safetensors":
         raise InputError(f"Expected a file name that ends in .safetensors; got {path.name!r}.")
-    packed = pack(operator, context, weights)
-    header = {"format": FORMAT, "tensor": packed.header.decode(), "checksum": _checksum(packed.header)}
-    memories = {name: memory.contiguous() for name, memory in packed.memories.items()}
+    record, memories = pack(operator, context, weights)
+    header = {"format": FORMAT, "tensor": record.decode(), "checksum": _checksum(record)}
+    memories = {name: memory.contiguous() for name, memory in memories.items()}
     write_whole(path, lambda temporary: save_file(memories, temporary, header))
 
 
