@@ -131,7 +131,7 @@ def _run(path: Path) -> None:
 
 def _read_rows(file: Path) -> None:
     rows = RowFile(file, "prefix")
-    assert rows.digest and sum(len(part) for part in rows.parts(16)) > 0
+    assert rows.digest and any(rows)
 
 
 def _read_samples(file: Path) -> None:

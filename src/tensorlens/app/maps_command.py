@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,7 +85,7 @@ def maps(
     table = MapTable(out, model_settings(mapper.lens()) | about)
     started = time.perf_counter()
     n_new = 0
-    for first, n_rows, part in _made(table, mapper, chain.from_iterable(rows.parts(1024, asked.limit)), asked, ray):
+    for first, n_rows, part in _made(table, mapper, islice(rows, asked.limit), asked, ray):
         table.write(first, part)
         n_new += n_rows
     table.finish()

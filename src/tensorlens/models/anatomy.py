@@ -161,11 +161,12 @@ class Anatomies:
     Args:
         model: The model.
         blocks: As for `find_anatomy`.
+        known: Others of the same model; what they have found is not searched for again.
     """
 
-    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
+    def __init__(self, model: nn.Module, blocks: str | None = None, known: Anatomies | None = None) -> None:
         self._model, self._blocks = model, blocks
-        self._known: dict[Any, Anatomy] = {}
+        self._known: dict[Any, Anatomy] = {} if known is None else dict(known._known)
         self.seen: Evidence | None = None
         """The plain pass of the last new input, kept until it has been compared with its recording."""
         self.settled: int | None = None

@@ -1,8 +1,8 @@
 """Samples for a study: rows of csv, tsv, jsonl, txt and parquet files, pictures, or data of the `datasets` library.
 
 The result is a list in a fixed order with a fingerprint of its content, so a run can tell whether the data changed.
-Tokens and pixels are left to the studies. `RowFile` gives the same rows
-a part at a time, for data that does not fit into memory.
+Tokens and pixels are left to the studies. `RowFile` gives the same rows one after the other, for data that does not
+fit into memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,19 +58,16 @@ class Dataset:
 
     def select(self, places: Sequence[int]) -> Dataset:
         """Some of the samples."""
-
-        def chosen(values: tuple[Any, ...] | None) -> Any:
-            return tuple(values[place] for place in places) if values else values
-
-        fingerprint = f"{self.fingerprint} {len(places)} {places[:3]}"
-        parts = {name: chosen(getattr(self, name)) for name in ("items", "names", "labels", "columns")}
-        return replace(self, fingerprint=fingerprint, **parts)
+        fields = {name: getattr(self, name) for name in ("items", "names", "labels", "columns")}
+        parts: dict[str, Any] = {name: tuple(one[k] for k in places) for name, one in fields.items() if one}
+        return replace(self, fingerprint=f"{self.fingerprint} {len(places)} {places[:3]}", **parts)
 
 
 def read_dataset(source: Any, *, column: str | None = None, label: str | None = None, split: str = "test") -> Dataset:
     """Read samples.
 
     Args:
+        source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image, a folder of images or of
         source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image, a folder of images or of
             texts, by class or not, a folder that `datasets` wrote, a folder of one of these for each part (train,
             test), a list of texts or of image paths, rows (dictionaries, such as a `datasets.Dataset` gives), or the
@@ -90,10 +86,8 @@ def read_dataset(source: Any, *, column: str | None = None, label: str | None = 
     found = rows_of(source, split)
     if set(IMAGE_COLUMNS) & set(getattr(found, "column_names", ())):
         return _from_library(found, column, label)
-    rows = list(found)
-    if path.suffix.lower() in (".txt", ".raw", ".tokens"):
-        rows = [row for row in rows if row["text"].strip()]
-    return _from_rows(rows, column, label, str(source))
+    is_text = path.suffix.lower() in (".txt", ".raw", ".tokens")
+    return _from_rows([row for row in found if not is_text or row["text"].strip()], column, label, str(source))
 
 
 def _from_list(source: Any, column: str | None, label: str | None) -> Dataset:
@@ -114,17 +108,15 @@ def _from_rows(rows: Sequence[Row], column: str | None, label: str | None, sourc
     if not rows:
         raise InputError(f"Expected at least one sample in {source!r}; got none.")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    is_image = column is None and not set(TEXT_COLUMNS) & set(columns) and set(IMAGE_COLUMNS) & set(columns)
-    chosen = (
-        next(name for name in IMAGE_COLUMNS if name in columns) if is_image else text_column(column, columns, source)
-    )
+    picture = _first(IMAGE_COLUMNS, columns) if column is None and not _first(TEXT_COLUMNS, columns) else None
+    chosen = picture or text_column(column, columns, source)
     if label is not None and label not in columns:
         raise InputError(f"Expected a column {label} in {source!r}; got {', '.join(columns)}. Name the label's column.")
-    labelled = label or next((name for name in LABEL_COLUMNS if name in columns), None)
-    items = [_picture(row.get(chosen)) if is_image else str(row.get(chosen) or "") for row in rows]
+    labelled = label or _first(LABEL_COLUMNS, columns)
+    items = [_picture(row.get(chosen)) if picture else str(row.get(chosen) or "") for row in rows]
     plain = (str, int, float, bool)
     return Dataset(
-        kind="image" if is_image else "text",
+        kind="image" if picture else "text",
         items=tuple(items),
         names=tuple(map(str, range(len(rows)))),
         labels=None if labelled is None else tuple(_number(row.get(labelled)) for row in rows),
@@ -132,39 +124,17 @@ def _from_rows(rows: Sequence[Row], column: str | None, label: str | None, sourc
             {name: value for name, value in row.items() if name not in (chosen, labelled) and isinstance(value, plain)}
             for row in rows
         ),
-        fingerprint=digest_of([_image_digest(item) for item in items] if is_image else items),
+        fingerprint=digest_of(map(_image_digest, items) if picture else items),
     )
+
+
+def _first(names: Iterable[str], columns: Iterable[Any]) -> str | None:
+    return next((name for name in names if name in columns), None)
 
 
 def _number(label: Any) -> Any:
     """A label that is a number, which csv files hold as text."""
     return int(label) if isinstance(label, str) and label.strip().isdecimal() else label
-
-
-@dataclass(frozen=True)
-class LazyImage:
-    """An image in a data set of the `datasets` library, decoded when it is asked for."""
-
-    rows: Any
-    index: int
-    column: str
-
-    def load(self) -> Any:
-        """The image itself."""
-        return self.rows[self.index][self.column]
-
-
-def _from_library(rows: Any, column: str | None, label: str | None) -> Dataset:
-    """Images of a data set of the library, none of them decoded."""
-    chosen = column or next(name for name in IMAGE_COLUMNS if name in rows.column_names)
-    labelled = label or next((name for name in LABEL_COLUMNS if name in rows.column_names), None)
-    return Dataset(
-        kind="image",
-        items=tuple(LazyImage(rows, index, chosen) for index in range(len(rows))),
-        names=tuple(map(str, range(len(rows)))),
-        labels=None if labelled is None else tuple(rows[labelled]),
-        fingerprint=digest_of([str(rows._fingerprint), str(len(rows))]),
-    )
 
 
 def _picture(value: Any) -> Any:
@@ -182,6 +152,32 @@ def _image_digest(image: Any) -> str:
     return _ends(image) if isinstance(image, Path) else digest_of([image.convert("RGB").resize((32, 32)).tobytes()])
 
 
+@dataclass(frozen=True)
+class LazyImage:
+    """An image in a data set of the `datasets` library, decoded when it is asked for."""
+
+    rows: Any
+    index: int
+    column: str
+
+    def load(self) -> Any:
+        """The image itself."""
+        return self.rows[self.index][self.column]
+
+
+def _from_library(rows: Any, column: str | None, label: str | None) -> Dataset:
+    """Images of a data set of the library, none of them decoded."""
+    chosen = column or _first(IMAGE_COLUMNS, rows.column_names) or ""
+    labelled = label or _first(LABEL_COLUMNS, rows.column_names)
+    return Dataset(
+        kind="image",
+        items=tuple(LazyImage(rows, index, chosen) for index in range(len(rows))),
+        names=tuple(map(str, range(len(rows)))),
+        labels=None if labelled is None else tuple(rows[labelled]),
+        fingerprint=digest_of([str(rows._fingerprint), str(len(rows))]),
+    )
+
+
 # Folders --------------------------------------------------------------------------------------------------------------
 
 
@@ -191,18 +187,17 @@ def _is_saved(path: Path) -> bool:
 
 def _part(path: Path, split: str) -> Path:
     """The folder of one part, or the folder itself if it has no parts."""
-    found = next((path / name for name in SPLITS.get(split, (split,)) if (path / name).is_dir()), None)
-    return path if found is None else found
+    return next((path / name for name in SPLITS.get(split, (split,)) if (path / name).is_dir()), path)
 
 
 def _from_folder(path: Path, column: str | None, label: str | None, split: str) -> Dataset:
     if _is_saved(path):
         return read_dataset(path, column=column, label=label, split=split)
     files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    pictures = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
     classes = [one for one in sorted(path.iterdir()) if one.is_dir() and one.name not in NO_CLASS]
-    texts = [file for file in files if file.suffix == ".txt" and file.parent in classes]
-    chosen, kind = (pictures, "image") if pictures else (texts, "text")
+    kind, chosen = "image", [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
+    if not chosen:
+        kind, chosen = "text", [file for file in files if file.suffix == ".txt" and file.parent in classes]
     if chosen:
         empty = next((one.name for one in classes if not any(one in file.parents for file in chosen)), None)
         if empty is not None:
@@ -210,10 +205,9 @@ def _from_folder(path: Path, column: str | None, label: str | None, split: str) 
                 f"The class folder {empty!r} in {str(path)!r} contains no {kind}. Fill it, or remove it to use the "
                 f"other classes."
             )
-        return _from_files("image" if pictures else "text", chosen, path)
+        return _from_files(kind, chosen, path)
     tables = [file for file in files if file.suffix.lower() in SUFFIXES]
-    of_part = [file for file in tables if re.search(rf"(^|[._-]){split}([._-]|$)", file.name)]
-    tables = of_part or tables
+    tables = [file for file in tables if re.search(rf"(^|[._-]){split}([._-]|$)", file.name)] or tables
     if not tables or len(tables) > 1 and {file.suffix for file in tables} != {".parquet"}:
         raise InputError(
             f"Expected images ({' '.join(sorted(IMAGE_SUFFIXES))}), folders of texts by class, or one file of rows in "
@@ -224,18 +218,17 @@ def _from_folder(path: Path, column: str | None, label: str | None, split: str) 
 
 def _from_files(kind: Literal["text", "image"], paths: Sequence[Path], folder: Path | None = None) -> Dataset:
     """A file for each sample; its label is the folder that it is in, or a picture's own name of its class."""
-    names = tuple(str(path.relative_to(folder)) if folder else path.name for path in paths)
+    names = [str(path.relative_to(folder)) if folder else path.name for path in paths]
     labels: list[Any] = [path.parent.name if folder and path.parent != folder else None for path in paths]
     if not any(labels) and kind == "image":
         labels = [found and found.group() for found in map(SYNSET.match, (path.name for path in paths))]
-    digests = list(map(_ends, paths)) if kind == "image" else []
     items: list[Any] = list(paths) if kind == "image" else ["".join(text_lines(path)) for path in paths]
     return Dataset(
         kind=kind,
         items=tuple(items),
-        names=names,
+        names=tuple(names),
         labels=tuple(labels) if all(labels) else None,
-        fingerprint=digest_of([*names, *digests] if kind == "image" else items),
+        fingerprint=digest_of([*names, *map(_ends, paths)] if kind == "image" else items),
     )
 
 
@@ -254,7 +247,7 @@ def _ends(path: Path) -> str:
 
 
 class RowFile:
-    """A file or folder of rows, read a part at a time.
+    """The rows of a file or folder, with all their columns, read one after the other.
 
     Args:
         path: A file with a suffix in `SUFFIXES`, or a folder that `datasets.Dataset.save_to_disk` wrote.
@@ -267,10 +260,13 @@ class RowFile:
             raise InputError(
                 f"There is no file {str(path)!r}. Pass a {', '.join(SUFFIXES)} file, or a folder of `datasets`."
             )
-        first = next(iter(rows_of(self.path)), None)
+        first = next(iter(self), None)
         if first is None:
             raise InputError(f"Expected at least one row in {str(path)!r}; got none.")
         self.column = text_column(column, list(first), str(path))
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(rows_of(self.path))
 
     @property
     def digest(self) -> str:
@@ -278,16 +274,10 @@ class RowFile:
         files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
         return digest_of(f"{one.name} {_ends(one)}" for one in files if one.is_file())
 
-    def parts(self, size: int, limit: int | None = None) -> Iterator[list[Row]]:
-        """The rows with all their columns, `size` at a time."""
-        rows = islice(iter(rows_of(self.path)), limit)
-        while some := list(islice(rows, size)):
-            yield some
-
 
 def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
     """The column with the text: the one asked for, or one with a usual name."""
-    chosen = asked or next((name for name in TEXT_COLUMNS if name in columns), None)
+    chosen = asked or _first(TEXT_COLUMNS, columns)
     if chosen is None or chosen not in columns:
         raise InputError(
             f"Expected a column {chosen or 'called ' + ' or '.join(TEXT_COLUMNS)} in {source!r}; got "
@@ -299,19 +289,31 @@ def text_column(asked: str | None, columns: Sequence[Any], source: str) -> str:
 def rows_of(source: str | Path, split: str = "test") -> Iterable[Row]:
     """The rows of a file, of a folder that `datasets` wrote, or of a data set by its id, one after the other."""
     path = Path(source).expanduser()
-    readers = {".csv": _csv_rows, ".tsv": _csv_rows, ".parquet": _parquet_rows}
-    readers |= dict.fromkeys((".txt", ".raw", ".tokens"), _text_rows)
     if path.is_file():
-        reader = readers.get(path.suffix.lower(), _json_rows if path.suffix.startswith(".json") else None)
-        if reader is None:
+        if path.suffix.lower() not in SUFFIXES and not path.suffix.startswith(".json"):
             raise InputError(f"Expected data in a {', '.join(SUFFIXES)} file; got {str(source)!r}.")
-        return reader(path)
+        return _file_rows(path, path.suffix.lower())
     if not path.is_dir() and (path.suffix or str(source).count("/") > 1):
         raise InputError(
             f"Expected data in {str(source)!r}, which does not exist. Pass a {', '.join(SUFFIXES)} file, a folder of "
             "images, or the id of a data set."
         )
     return _library_rows(source, split)
+
+
+def _file_rows(path: Path, suffix: str) -> Iterator[Row]:
+    if suffix == ".parquet":
+        yield from _parquet_rows(path)
+    elif suffix in (".csv", ".tsv"):
+        csv.field_size_limit(2**27)
+        try:
+            yield from csv.DictReader(text_lines(path, ""), delimiter="\t" if suffix == ".tsv" else ",")
+        except csv.Error as error:
+            raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
+    elif suffix.startswith(".json"):
+        yield from _json_rows(path)
+    else:
+        yield from ({"text": line.rstrip("\r\n")} for line in text_lines(path))
 
 
 def text_lines(path: Path, newline: str = "\n") -> Iterator[str]:
@@ -322,14 +324,6 @@ def text_lines(path: Path, newline: str = "\n") -> Iterator[str]:
             yield from file
         except UnicodeDecodeError as error:
             raise InputError(f"Expected text in UTF-8 in {str(path)!r}; got {error}. Convert the file.") from error
-
-
-def _csv_rows(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(2**27)
-    try:
-        yield from csv.DictReader(text_lines(path, ""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-    except csv.Error as error:
-        raise InputError(f"Expected rows with separators in {str(path)!r}; got: {error}.") from error
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -347,10 +341,6 @@ def _json_rows(path: Path) -> Iterator[Row]:
                     f"Expected one object per line in {path}; got a list. Write a line for each of its items."
                 )
             yield row if isinstance(row, dict) else {"text": row}
-
-
-def _text_rows(path: Path) -> Iterator[Row]:
-    return ({"text": line.rstrip("\r\n")} for line in text_lines(path))
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:

@@ -170,7 +170,8 @@ class PlainModel:
 
     def __init__(self, lens: Lens, batch_size: int | None = None) -> None:
         self.lens = lens
-        self.anatomies = Anatomies(lens.model, lens.specimen.blocks)  # those of the lens are checked by recordings
+        # Not the lens's own: a new kind of input found there must be compared with its recording first.
+        self.anatomies = Anatomies(lens.model, lens.specimen.blocks, known=lens.specimen.anatomies)
         self.device = next(lens.model.parameters()).device
         self.batch_size = batch_size or BATCH_SIZES.get(self.device.type, 64)
         parameters = forward_parameters(lens.model)

@@ -21,13 +21,11 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import StringIO
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import torch
@@ -46,8 +44,9 @@ Record = dict[str, Any]
 
 POLL_SECONDS = 0.2
 STALLED_AFTER_SECONDS = 3600.0
-FIRST_LINE_SECONDS, LINE_SECONDS = 5.0, 30.0
-"""When a run without a terminal first says how far it is, and how often after that."""
+LINE_SECONDS = 30.0
+"""How often a run without a terminal says how far it is."""
+LINE = "{desc}: {n_fmt} of {total_fmt} samples after {elapsed}, about {remaining} left\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,6 @@ class Run:
         self.folder, self.study = Path(folder), study
         self.settings = from_json(to_json(settings))
         self.processes = processes or Processes.from_environment()
-        self._told: set[str] = set()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.processes.count == 1:  # of several processes one may be writing just now
@@ -147,8 +145,8 @@ class Run:
     def records(self, n_samples: int | None = None) -> list[Record]:
         """The samples finished so far, by any process, in the order of their index.
 
-        A line that cannot be read, or whose index is none of `n_samples`, is reported once and left out; its sample is
-        measured again.
+        Raises:
+            InputError: a line cannot be read, or its index is none of `n_samples`.
         """
         found: dict[int, Record] = {}
         for path in self._sample_files():
@@ -156,9 +154,11 @@ class Run:
                 try:
                     record = read_record(line, n_samples)
                 except ValueError as error:
-                    self._tell(f"{path}, line {number}: {error}. The line is left out, and the run continues.")
-                else:
-                    found.setdefault(record["index"], record)
+                    raise InputError(
+                        f"Expected a sample of this run in {str(path)!r}, line {number}: {error}. Remove the line and "
+                        "start the run again; its sample is then measured again."
+                    ) from error
+                found.setdefault(record["index"], record)
         return [found[index] for index in sorted(found)]
 
     def work(
@@ -253,20 +253,19 @@ class Run:
     def _sample_files(self) -> list[Path]:
         return sorted(self.folder.glob("samples*.jsonl"), key=lambda path: (len(path.name), path.name))
 
-    def _bar(self, n_samples: int, n_pending: int, progress: bool | None) -> AbstractContextManager[tqdm]:
-        in_lines = progress is None and self.processes.is_first and not sys.stderr.isatty()
-        form = "{desc}: {n_fmt} of {total_fmt} samples after {elapsed}, about {remaining} left" if in_lines else None
-        bar = tqdm(
+    def _bar(self, n_samples: int, n_pending: int, progress: bool | None) -> tqdm:
+        """A bar in a terminal; a line now and then elsewhere."""
+        in_lines = progress is None and not sys.stderr.isatty()
+        return tqdm(
             total=n_samples,
             initial=max(0, n_samples - n_pending * self.processes.count),
-            disable=True if not self.processes.is_first else progress is not None and not progress,
+            disable=not self.processes.is_first or progress is False,
             unit="sample",
             desc=self.study,
             smoothing=0.05,
-            file=StringIO() if in_lines else sys.stderr,
-            bar_format=form,
+            mininterval=LINE_SECONDS if in_lines else 0.1,
+            bar_format=LINE if in_lines else None,
         )
-        return _in_lines(bar) if in_lines and n_pending else bar
 
     def _wait(self, is_done: Callable[[], bool], reason: str) -> None:
         deadline = time.monotonic() + STALLED_AFTER_SECONDS
@@ -282,14 +281,6 @@ class Run:
                 )
             time.sleep(POLL_SECONDS)
 
-    # What is said -------------------------------------------------------------------------------------------------
-
-    def _tell(self, message: str) -> None:
-        """Once, by one process, above the bar."""
-        if message not in self._told and self.processes.is_first:
-            tqdm.write(f"tensorlens: {message}", file=sys.stderr)
-        self._told.add(message)
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """A full disk ends the run with one message; finished samples are kept."""
@@ -300,27 +291,6 @@ class Run:
                 f"The run in {str(self.folder)!r} stopped: {error.filename or 'a file of the run'}: {error.strerror}. "
                 "What is finished is kept. Make room and start it again; it continues where it stopped."
             ) from error
-
-
-@contextmanager
-def _in_lines(bar: tqdm) -> Iterator[tqdm]:
-    """How far a run is where there is no terminal: a line on standard error now and then, also while nothing ends."""
-    over = Event()
-
-    def speak() -> None:
-        wait = FIRST_LINE_SECONDS
-        while not over.wait(wait):
-            sys.stderr.write(f"{bar}\n")
-            sys.stderr.flush()
-            wait = LINE_SECONDS
-
-    thread = Thread(target=speak, daemon=True)
-    thread.start()
-    try:
-        yield bar
-    finally:
-        over.set()
-        thread.join()
 
 
 def reason_of(error: BaseException) -> str:
@@ -369,18 +339,19 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_record(line: bytes, n_samples: int | None = None) -> Record:
-    """The record of a line."""
-    beginning = repr(line[:40].decode("utf-8", "replace")) + ("…" if len(line) > 40 else "")
+    """The record of a line; a ValueError says why it is none."""
     try:
         record = from_json(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected a JSON object, got {beginning} ({error})") from None
-    index = record.get("index") if isinstance(record, dict) else None
-    if type(index) is not int:
-        raise ValueError(f"expected an object with a whole number as `index`, got {beginning}")
-    if index < 0 or n_samples is not None and index >= n_samples:
+        index = msgspec.convert(record, _Indexed).index
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if n_samples is not None and index >= n_samples:
         raise ValueError(f"the index {index} is not one of the run's {n_samples} samples")
     return record
+
+
+class _Indexed(msgspec.Struct):
+    index: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _ConfigFile(TypedDict):
