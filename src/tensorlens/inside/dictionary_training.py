@@ -21,7 +21,7 @@ REVIVED_EVERY = 200
 
 
 def gathered_states(lens: Any, texts: Iterable[Any], block: int, reads: str) -> tuple[Tensor, Tensor]:
-    """What features of a block's feed-forward read, and its output: (token, channel) each, at all tokens of texts."""
+    """The input and the output of a block's feed-forward: (token, channel) each, at all tokens of texts."""
     kept = list[list[Tensor]]()
     for text in texts:
         check_cancelled()
