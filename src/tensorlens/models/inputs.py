@@ -275,7 +275,7 @@ def _from_mapping(processed: Mapping[str, Any], model: nn.Module) -> ModelInput:
         raise InputError("Expected the output of a processor; got an empty dictionary.")
     if batch_size(processed) > 1:
         raise InputError(
-            f"Expected one input; got the output of a processor for {batch_size(processed)}. Ask the lens itself, "
+            f"Expected one input; got the output of a processor for {batch_size(processed)}. Call the lens itself, "
             "which gives a tensor for each, or pass them one by one."
         )
     arguments = {
