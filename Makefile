@@ -168,7 +168,7 @@ $(VENV)-judges/.stamp: constraints.txt
 	@test -x $(VENV)-judges/bin/python || $(PYTHON) -m venv $(VENV)-judges
 	@$(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt torch transformers \
 	  tabulate einops scikit-learn pandas datasets nltk spacy wordfreq seaborn networkx accelerate \
-	  fancy-einsum jaxtyping beartype typeguard sentencepiece protobuf
+	  fancy-einsum jaxtyping beartype typeguard sentencepiece protobuf treescope
 	@for peer in $(PEERS); do \
 	  $(VENV)-judges/bin/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt $$peer || \
 	  echo "make: $$peer could not be installed" >&2; done

@@ -10,9 +10,8 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorlens as tl
 from bench.passages.items import Item, sentences_of
@@ -22,8 +21,7 @@ LONG = 5
 """Letters of a word that is ranked: shorter ones are in most texts and titles."""
 
 
-@dataclass(frozen=True)
-class Copied:
+class Copied(NamedTuple):
     """A word of a title: its number among the words of the text, and the number of its first token in the title."""
 
     word: int

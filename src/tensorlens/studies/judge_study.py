@@ -191,12 +191,12 @@ class PrefixText:
             raise InputError("Next-word benchmarks need a causal language model.")
         self.labels = made.labels(len(self.ids), lens.model, lens.processor)
 
-    def groups(self, kind: str) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-        """The tokens of each word or sentence with its label; tokens that are not text belong to none."""
+    def words(self) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+        """The tokens of each word, and the words; tokens that are not text belong to none."""
         meta = {"text": self.text, "offsets": [pair and list(pair) for pair in self.offsets]}
         found = [
             (tuple(k for k in group.tokens if self.offsets[k] is not None), group.label)
-            for group in find_groups(kind, self.labels, meta)
+            for group in find_groups("words", self.labels, meta)
         ]
         kept = [(tokens, label) for tokens, label in found if tokens]
         return tuple(tokens for tokens, _ in kept), tuple(label for _, label in kept)
@@ -245,7 +245,7 @@ def _item(lens: Lens, name: str, row: int, values: Mapping[str, Any]) -> Item:
         if not words or not found:
             raise InputError(f"The evidence {words!r} is not in the prefix {prefix!r:.80}.")
         spans += found
-    units, labels = prompt.groups("words")
+    units, labels = prompt.words()
     tokens = prompt.tokens_at(spans)
     if len(units) < 2:
         raise InputError("The prefix has a single word, so there is nothing to rank.")
