@@ -9,6 +9,7 @@ from bench.tables import DOCS, fill, markdown, ranged
 from tensorlens.inside.circuit import Faithfulness, faithfulness_of
 from tensorlens.recommendations import recommended
 from tensorlens.recording.conventions import RULE_SETS
+from tensorlens.studies.report import FEW_UNITS
 
 PAGES = (DOCS / "what-to-use.md", DOCS / "leaderboard.md", DOCS / "how-to" / "circuits.md")
 PICTURE = DOCS / "assets" / "scaling.svg"
@@ -66,7 +67,8 @@ def use_table(runs: list[Records]) -> str:
     """What was chosen for a question over all its runs, whether it was confirmed, and by run the other half."""
     best = chosen(runs)
     rivals = [(run, *_rivals(run, best)) for run in runs]
-    gaps = [[less(run, own, some[0]) for some in others[:2] if some] for run, own, *others in rivals]
+    enough = [(run, own, *others) for run, own, *others in rivals if own.n >= FEW_UNITS]
+    gaps = [[less(run, own, some[0]) for some in others[:2] if some] for run, own, *others in enough]
     gaps, said = [one for one in gaps if one], "no baseline is known"
     if gaps:
         above = sum(all(low > 0 for _, low, _ in one) for one in gaps)

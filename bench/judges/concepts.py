@@ -101,7 +101,7 @@ def read(lens: tl.Lens, text: str) -> Read:
     labels = lens.processor.convert_ids_to_tokens(made["input_ids"][0].tolist())
     words = find_words(labels, {"text": text, "offsets": offsets})
     places = [list(range(one.start, one.stop)) for one in words if offsets[one.start]]
-    named = [(text[offsets[some[0]][0] : offsets[some[-1]][1]].strip(), some) for some in places]  # type: ignore[index]
+    named = [(text[offsets[some[0]][0] : offsets[some[-1]][1]].strip().lower(), some) for some in places]  # type: ignore[index]
     kept = [(word, some) for word, some in named if word]
     inputs = lens.model.get_input_embeddings()(made["input_ids"]).detach().requires_grad_()
     given = lens.model(inputs_embeds=inputs, attention_mask=made["attention_mask"], output_attentions=True)
@@ -154,7 +154,7 @@ def scores_of(lens: tl.Lens, item: Pair, a: Read, b: Read, rules: Sequence[str])
     for name in rules:
         made = tl.similarity(lens.with_rules(name), item.first, item.second, pooling="mean", groups="words")
         kept = [
-            [k for k, label in enumerate(labels) if label.strip() in wanted]
+            [k for k, label in enumerate(labels) if label.strip().lower() in wanted]
             for labels, wanted in ((made.out_tokens, rows), (made.in_tokens, columns))
         ]
         found[f"pairs@{name}"] = made.scores[kept[0]][:, kept[1]]  # in the order of the words

@@ -167,6 +167,8 @@ def test_whether_a_choice_is_confirmed_is_what_its_rows_say():
         n_rivals = 2 if "best package" in table.splitlines()[0] else 1
         above = behind = n = 0
         for row in table.splitlines()[2:]:
+            if "[" not in row.split(" | ")[1]:
+                continue  # too few items for an interval
             rivals = [one for one in row.split(" | ")[2 : 2 + n_rivals] if one != "–"]
             ends = [tuple(map(float, re.findall(r"[+-]\d\.\d+", one)[-2:])) for one in rivals]
             above += bool(ends) and all(low > 0 for low, _ in ends)
