@@ -225,6 +225,7 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         return self._but(heads=multipliers)
 
     def _head_multiplier(self, index: int, heads: list[Any], *, keep: bool) -> Tensor:
+        """One factor per head of a block: 1 for a head kept, 0 for a head left out."""
         n_heads = self.operator.recording.n_heads.get(index)
         if n_heads is None:
             raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")

@@ -223,7 +223,7 @@ STEPS = words("round trunc floor ceil hardtanh relu6")
 NONZERO_AT_ZERO = words(
     "sigmoid hardsigmoid logsigmoid log_sigmoid softplus exp exp2 cos cosh acos erfc ndtr log_ndtr sinc"
 )
-"""Torch functions with φ(0) ≠ 0, which `activations.activate_from` handles; in products they are gates."""
+"""Torch functions with φ(0) ≠ 0, which `activate_from` handles; in products they are gates."""
 
 
 # Rules of activations -------------------------------------------------------------------------------------------------
