@@ -1,7 +1,7 @@
 """Models with real weights that install by name from the package index: the table (`bundled.toml`), and a check.
 
 The packages are read as data: none of them is imported, since their code needs runtimes this library does not use.
-Conversion is in `gguf` and `conversions`.
+Conversion is in `conversions`.
 """
 
 from __future__ import annotations
