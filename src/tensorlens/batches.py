@@ -199,7 +199,8 @@ class Batch(Sequence[AttentionTensor], Printed):
             targets = check_iterable(targets, "targets", "a target for each sample")
             if target is not None:
                 raise InputError("`target` is one for all samples, `targets` is one for each. Pass one of them.")
-        check_question(method, target if targets is None else targets, probes=probes, seed=seed)  # type: ignore[arg-type]
+        named = next((each for each in targets or () if each is not None), target)
+        check_question(method, named, probes=probes, seed=seed)
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
         sketch = {"probes": probes and int(probes), "seed": int(seed)} if method == "tensor.norm" else {}

@@ -249,7 +249,7 @@ LATE = {
     "unknown output": (dict(out_token=99), "position from"),
     "unknown blocks": (dict(blocks=[2, 99]), "within 0:3"),
     "heads outside": (dict(blocks=[0, 1], heads={"2": [0]}), "heads of blocks 0 to 0"),
-    "unknown head": (dict(heads={"2": [77]}), "heads 0 to 3"),
+    "unknown head": (dict(heads={"2": [77]}), "`head of block 2` must be a whole number from 0 to 3"),
     "unknown target": (dict(method="tensor.in_class", target="nowhere to be found"), "must be one token"),
     "no such image": (dict(model="vit", image="0" * 32), "upload it again"),
     "image for a text model": (dict(model="vit"), "does not take text"),

@@ -234,7 +234,7 @@ def test_a_masked_token_is_what_a_masked_model_is_asked_about():
     [
         ("--out-token 99", "from -12 to 11"),
         ("--blocks 1:99", "within 0:"),
-        ("--heads 0:77", "heads 0 to"),
+        ("--heads 0:77", "`head of block 0` must be a whole number from 0 to 3"),
         ("--target #9999", "from 0 to"),
         ("--method tensor.norm --target 5", "takes no target"),
     ],
