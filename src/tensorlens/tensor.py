@@ -230,7 +230,8 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         if n_heads is None:
             raise MethodError(f"Block {index} has no attention heads that could be told apart; use `blocks` instead.")
         multiplier = torch.full((n_heads,), 0.0 if keep else 1.0)
-        multiplier[[check_whole(head, f"head of block {index}", 0, n_heads - 1) for head in heads]] = 1.0 if keep else 0.0
+        chosen = [check_whole(head, f"head of block {index}", 0, n_heads - 1) for head in heads]
+        multiplier[chosen] = 1.0 if keep else 0.0
         return multiplier
 
     def _but(self, **changes: Any) -> AttentionTensor:

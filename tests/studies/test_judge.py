@@ -84,9 +84,7 @@ def test_rows_that_cannot_be_used_are_named_and_the_rest_is_used(tmp_path):
         tmp_path / "data",
         GOOD_ROWS + "the cat,mat,mat,cat\nthe cat sat,mat,birds,dog\n,mat,birds,cat\nthe cat sat,mat\n",
     )
-    (folder / "lines.jsonl").write_text(
-        '{"prefix": "the cat sat", "target": "on", "evidence": "cat"}\n1\n{"prefix"\n'
-    )
+    (folder / "lines.jsonl").write_text('{"prefix": "the cat sat", "target": "on", "evidence": "cat"}\n1\n{"prefix"\n')
     (folder / "bytes.csv").write_bytes(b"\xff\xfe\x00")
     problems = judged(tmp_path, folder=folder)["judges"]["evidence"]["problems"]
     said = "\n".join(problems)
