@@ -8,11 +8,12 @@ import zlib
 import pytest
 import torch
 from explorer_samples import HOST, SENTENCE, events, library, load, make_client, png
+from msgspec.structs import replace
 from tiny_study import tokenizer as wrapped_tokenizer
 from zoo import build
 
 import tensorlens as tl
-from tensorlens.app.explorer.answers import ROWS_AT_A_TIME
+from tensorlens.app.explorer.answers import ROWS_AT_A_TIME, _joined
 from tensorlens.app.explorer.library import Library, open_library
 from tensorlens.maps.methods import METHODS
 
@@ -48,6 +49,15 @@ def kept_map(client, event):
 
 
 # Answers -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_warning_of_any_row_is_that_of_the_joined_map():
+    T = load("gpt2")(SENTENCE)
+    parts = [T.map("tensor.in_class", [place]) for place in range(len(T.tokens))]
+    parts[1] = replace(parts[1], meta=parts[1].meta | {"warning": "rounding"})
+    found = _joined(parts, T.out_tokens)
+    assert found.meta["warning"] == "rounding" and found.meta["kept"] == [part.meta["kept"][0] for part in parts]
+    assert torch.equal(found.scores, torch.cat([part.scores for part in parts]))
 
 
 def test_the_page_and_its_files_are_there(client):

@@ -327,6 +327,15 @@ def test_the_two_sides_of_a_contrast_must_differ():
         read_target(classes, "", None, logits)
 
 
+def test_digits_that_are_no_text_of_the_vocabulary_are_an_id():
+    words = tokenizer(wrapped=True)
+    assert "3" not in words.get_vocab()
+    classes, logits = Classes(n_classes=len(words), tokenizer=words), torch.zeros(len(words))
+    assert classes.index("3") == 3 and read_target(classes, "3", None, logits).weights == {3: 1.0}
+    with pytest.raises(tl.InputError, match="must be one token"):
+        classes.index("three")
+
+
 # Printing, stopping, rules --------------------------------------------------------------------------------------------
 
 

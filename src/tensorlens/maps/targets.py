@@ -200,6 +200,8 @@ class Classes:
         if isinstance(exact, int) and exact != self.tokenizer.unk_token_id:
             return exact
         if unknown is not None and set(ids) == {unknown}:
+            if target.isdecimal():  # an id, since the vocabulary has no such text
+                return self.index(int(target))
             raise InputError(
                 f"`target` must be one token of the vocabulary; {target!r} is not one. Name one, or pass its id."
             )

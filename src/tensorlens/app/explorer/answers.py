@@ -339,11 +339,9 @@ def _joined(parts: Sequence[TokenMap], out_tokens: Sequence[str]) -> TokenMap:
     scores = torch.full((n_out, first.shape[1]), torch.nan, dtype=first.scores.dtype)  # (out, in)
     bias = torch.full((n_out,), torch.nan, dtype=first.bias_share.dtype)  # (out,)
     by_row: dict[str, list[Any]] = {}
-    warning: dict[str, Any] = {}
     for part in parts:
         places = part.meta["out_positions"]
         scores[places], bias[places] = part.scores, part.bias_share
-        warning = {key: part.meta[key] for key in ("warning",) if key in part.meta} or warning
         for name, value in part.meta.items():
             if name in _SAID_ONCE or is_by_output(name, value, len(places)):
                 column = by_row.setdefault(name, [None] * n_out)
@@ -354,6 +352,6 @@ def _joined(parts: Sequence[TokenMap], out_tokens: Sequence[str]) -> TokenMap:
         texts = {by_row[name][place] for place in known}
         by_row[name] = texts.pop() if len(texts) == 1 else by_row[name]
     by_row["out_positions"] = list(range(n_out))
-    return msgspec.structs.replace(
-        first, scores=scores, out_tokens=tuple(out_tokens), bias_share=bias, meta=first.meta | by_row | warning
-    )
+    warned = [part.meta for part in parts if "warning" in part.meta]  # of any row
+    meta = (warned[0] if warned else first.meta) | by_row
+    return msgspec.structs.replace(first, scores=scores, out_tokens=tuple(out_tokens), bias_share=bias, meta=meta)
