@@ -22,7 +22,7 @@ def test_data_comes_from_files_lists_and_the_library(tmp_path, monkeypatch):
         read_dataset(tmp_path / "a.csv", column="body")
     with pytest.raises(InputError, match="does not exist"):
         read_dataset(tmp_path / "absent.csv")
-    with pytest.raises(InputError, match="There is no file"):
+    with pytest.raises(InputError, match="does not exist"):
         RowFile(tmp_path / "absent.csv")
     with pytest.raises(InputError, match="--column"):
         RowFile(tmp_path / "a.csv", "body")

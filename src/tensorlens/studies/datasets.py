@@ -258,7 +258,7 @@ class RowFile:
         self.path = Path(path).expanduser()
         if not self.path.exists():
             raise InputError(
-                f"There is no file {str(path)!r}. Pass a {', '.join(SUFFIXES)} file, or a folder of `datasets`."
+                f"The file {str(path)!r} does not exist. Pass a {', '.join(SUFFIXES)} file, or a folder of `datasets`."
             )
         first = next(iter(self), None)
         if first is None:
