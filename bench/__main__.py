@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from bench.judges import JUDGES
-from tensorlens.app.options import Json, Model, ModelOptions, RunFolder, check_data, listed, numbers, with_records
+from tensorlens.app.options import Json, Model, ModelOptions, RunFolder, check_data, listed, with_records
 from tensorlens.app.printing import print_json, print_rows
 from tensorlens.errors import InputError, TensorLensError
 
@@ -87,9 +87,9 @@ def judge(
     from tensorlens.studies.processes import Processes
 
     options = BenchOptions(
-        judges=chosen,
-        methods=listed(methods) or None,
-        peers=listed(peers),
+        judges=tuple(chosen),
+        methods=tuple(listed(methods)) or None,
+        peers=tuple(listed(peers)),
         peer_python=peer_python,
         peer_limit=peer_limit,
         limit=limit,
@@ -154,7 +154,7 @@ def passages(
     if "injections" in chosen:
         asked += made.injections(needed(agentdojo, "agentdojo"), items)
     if "needles" in chosen:
-        folder, n_tokens = needed(data, "data"), numbers(lengths, int, "lengths", "numbers such as 512,2048")
+        folder, n_tokens = needed(data, "data"), [*map(int, listed(lengths))]
         count = lambda text: len(lens.prepare(text).arguments["input_ids"][0])  # noqa: E731
         asked += made.needles(folder / "needles", folder / "wikitext-2" / "valid.txt", n_tokens, items, count)
     tell(f"{len(asked)} items", at_once=True)

@@ -13,7 +13,6 @@ from tensorlens.lens import Lens
 from tensorlens.studies.judge_study import (
     MEASURES,
     Item,
-    JudgeOptions,
     Scorer,
     as_floats,
     default_methods,
@@ -22,6 +21,7 @@ from tensorlens.studies.judge_study import (
     judge_report,
     judge_summary,
 )
+from tensorlens.studies.options import JudgeOptions
 from tensorlens.studies.runs import Record, Run, StudyResult, model_settings
 
 MEASURES["top_1"] = lambda scores, truth: first(as_floats(scores), as_floats(truth))

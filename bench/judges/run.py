@@ -13,8 +13,8 @@ from bench.judges.pairs import patching_pairs
 from bench.judges.peers import PEERS, ask_peers
 from tensorlens.errors import InputError
 from tensorlens.lens import Lens
-from tensorlens.studies.judge_study import SUFFIXES, JudgeOptions, evidence
-from tensorlens.studies.options import Count, Names, checked_names, chosen_options
+from tensorlens.studies.judge_study import SUFFIXES, evidence
+from tensorlens.studies.options import Count, JudgeOptions, Names, checked_names, chosen_options
 from tensorlens.studies.runs import Run, StudyResult
 
 

@@ -59,7 +59,7 @@ def test_perturb_ranks_the_methods_and_refuses_to_mix_settings(encoder, tmp_path
     summary = json.loads(run(*command, "--json").stdout)
     assert summary["n_measured"] == 3
     assert "must not mix" in refused(*command, "--seed", "7")
-    assert "--grid" in refused(*command, "--grid", "a,b")
+    assert "`grid` such as" in refused(*command, "--grid", "a,b")
 
 
 @pytest.mark.parametrize("wrong", [(), ("--replacement", "black")])
@@ -108,7 +108,9 @@ def test_relations_counts_what_survives_and_names_what_does_not(decoder, tmp_pat
 
 
 def test_relations_says_what_starts_should_be(decoder, tmp_path):
-    assert "0,6,12" in refused("relations", decoder, "--data", tmp_path, "--out", tmp_path / "run", "--starts", "one")
+    assert "`starts` such as 0" in refused(
+        "relations", decoder, "--data", tmp_path, "--out", tmp_path / "run", "--starts", "one"
+    )
 
 
 def test_fidelity_prints_bounds_errors_and_properties(decoder, tmp_path):

@@ -142,8 +142,8 @@ def test_one_file_is_one_set(tmp_path):
 
 def test_wrong_names_are_refused_before_anything_is_done(tmp_path, unchecked):
     for changes, message in (
-        ({"methods": ["tensor.in_class@attnlrp"]}, "After an @"),
-        ({"methods": ["tensor.in_clas"]}, "TensorLens has no method"),
+        ({"methods": ["tensor.in_class@attnlrp"]}, "after the @ of a map of T"),
+        ({"methods": ["tensor.in_clas"]}, "Expected `methods` among"),
         ({"judges": "tracr"}, "got 'judges'"),
         ({"folder": tmp_path / "nowhere"}, "there is none at"),
         ({"folder": write_sets(tmp_path / "none", "the cat sat,mat,mat,cat\n")}, "No row could be used; the first"),

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tensorlens.errors import InputError
+from tensorlens.studies import options
 from tensorlens.studies import perturbation_study as measures
 from tensorlens.studies.perturbation_report import auc
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 20, 126])
 def test_the_number_replaced_is_the_fraction_rounded_up(n):
-    masks = measures.masks_along(list(range(n)), n + 2, measures.GRID)
+    masks = measures.masks_along(list(range(n)), n + 2, options.GRID)
     assert masks.sum(1).tolist() == [math.ceil(n * percent / 100) for percent in (5, 10, 15, 20, 25, 30)]
     assert not masks[:, n:].any()
     assert bool((masks[1:] >= masks[:-1]).all())
@@ -38,7 +39,7 @@ def test_measures_by_hand():
     assert auc(np.array([0.0, 1.0, 2.0]), [0.0, 0.1, 0.3]) == pytest.approx((0.05 + 0.3) / 0.3)
     for grid in ([0.1, 0.2], [0.0], [0.0, 0.2, 0.2], [0.0, 1.5]):
         with pytest.raises(InputError, match="rising fractions"):
-            measures.check_grid(grid)
+            options.check_grid(grid)
 
 
 def test_the_true_order_beats_random_on_a_linear_model():
@@ -46,10 +47,10 @@ def test_the_true_order_beats_random_on_a_linear_model():
     weights = torch.rand(20, 1, generator=generator).double() * torch.tensor([[1.0, -2.0, 0.5]]).double()
 
     def area(scores):
-        masks = measures.masks_along(measures.ranking(scores, range(20), "most", absolute=False), 20, measures.GRID)
+        masks = measures.masks_along(measures.ranking(scores, range(20), "most", absolute=False), 20, options.GRID)
         outputs = (~masks).double() @ weights
         moved = [0.0, *measures.hidden_state_mse(weights.sum(0), outputs).tolist()]
-        return auc(np.array(moved), measures.GRID)
+        return auc(np.array(moved), options.GRID)
 
     oracle = area(weights.norm(dim=1))
     assert all(oracle > area(torch.rand(20, generator=generator)) for _ in range(20))

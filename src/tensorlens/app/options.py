@@ -13,14 +13,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
+from msgspec import structs
 
 from tensorlens.app.printing import stage
 from tensorlens.errors import InputError, MethodError, check_choice
 from tensorlens.recording.conventions import RULE_SETS, Rules
-from tensorlens.studies.options import check_member, split
+from tensorlens.studies.options import METHOD_NAMES, Options
 
 if TYPE_CHECKING:
     from tensorlens.lens import Lens
@@ -133,29 +134,52 @@ class ModelOptions(LoadOptions):
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each field of its records as an option of its own, so that typer sees plain parameters.
 
-    A record is a parameter whose type is a dataclass. Its fields replace it in the signature, and are put
-    together again when the command is called.
+    A record is a parameter whose type is a dataclass, or the `Options` of a study, perhaps annotated with a mapping
+    from fields to the names of their options. Its fields replace it in the signature, and are put together again when
+    the command is called.
     """
     plain, records = [], {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if not is_dataclass(parameter.annotation):
+        kind, (flags, *_) = parameter.annotation, (*getattr(parameter.annotation, "__metadata__", ()), {})
+        study = getattr(kind, "__origin__", kind)
+        if isinstance(study, type) and issubclass(study, Options):
+            given, make = _study_options(study, flags), study.from_texts
+        elif is_dataclass(kind):
+            hints = get_type_hints(kind, include_extras=True)
+            given, make = {one.name: (hints[one.name], one.default) for one in fields(kind)}, kind
+        else:
             plain.append(parameter)
             continue
-        records[parameter.name] = kind = parameter.annotation
-        hints = get_type_hints(kind, include_extras=True)
-        plain += [
-            parameter.replace(name=one.name, annotation=hints[one.name], default=one.default) for one in fields(kind)
-        ]
+        records[parameter.name] = make, tuple(given)
+        plain += [parameter.replace(name=name, annotation=of, default=value) for name, (of, value) in given.items()]
 
     @wraps(command)
     def called(*given: Any, **values: Any) -> None:
-        for name, kind in records.items():
-            values[name] = kind(**{one.name: values.pop(one.name) for one in fields(kind) if one.name in values})
+        for name, (make, names) in records.items():
+            values[name] = make(**{one: values.pop(one) for one in names if one in values})
         command(*given, **values)
 
     called.__signature__ = inspect.Signature(plain)  # type: ignore[attr-defined]
     called.__annotations__ = {one.name: one.annotation for one in plain}
     return called
+
+
+def _study_options(kind: type[Options], flags: dict[str, str]) -> dict[str, tuple[Any, None]]:
+    """By field, an option as typer takes it: texts, which the record itself reads; None if not given."""
+    words, made = kind.words(), {}
+    for field in structs.fields(kind):
+        types = [getattr(one, "__origin__", one) for one in (field.type, *get_args(field.type))]
+        choices, default = [one for one in types if isinstance(one, str)], field.default
+        as_read: Any = list[str] if tuple in types else bool if bool in types else str
+        shape = "A,B,…" if tuple in types else "|".join(choices) or ("INTEGER" if int in types else "TEXT")
+        option = typer.Option(
+            flags.get(field.name, "--" + field.name.replace("_", "-")),
+            help=words[field.name],
+            metavar=None if bool in types else shape,
+            show_default=",".join(map(str, default)) if isinstance(default, tuple) else str(default or "") or False,
+        )
+        made[field.name] = Annotated[as_read | None, option], None
+    return made
 
 
 def read_input(value: str, *, images: bool = True) -> str:
@@ -186,14 +210,6 @@ def read_input(value: str, *, images: bool = True) -> str:
 def listed(text: str | None) -> list[str]:
     """Names separated by commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def numbers(text: str, kind: Callable[[str], Any], option: str, example: str) -> list[Any]:
-    """Numbers separated by commas."""
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"`--{option}` must be {example}; got {text!r}.") from None
 
 
 def check_data(path: str | Path, *, suffixes: tuple[str, ...] = ()) -> None:
@@ -274,30 +290,6 @@ def check_file(path: Path | None, suffixes: Sequence[str] = SUFFIXES) -> None:
 
 # Names of methods -----------------------------------------------------------------------------------------------------
 
-METHOD_NAMES = (
-    "tensor.in_out",
-    "tensor.in_class",
-    "tensor.contribution",
-    "tensor.norm",
-    "rollout.attn",
-    "mean.attn",
-    "rollout.w_attn",
-    "mean.w_attn",
-    "rollout.w_attn_res_ln",
-    "mean.w_attn_res_ln",
-    "rollout.glob_enc",
-    "mean.glob_enc",
-    "alti",
-    "rollout.attn_without_sink",
-    "control.random",
-    "control.recency",
-    "control.position",
-    "control.embedding_norm",
-    "gradient.times_input",
-    "gradient.integrated",
-)
-"""The keys of `METHODS`; a test compares the two."""
-
 
 def check_method_name(name: str) -> None:
     """Refuse a name that no method has."""
@@ -307,9 +299,3 @@ def check_method_name(name: str) -> None:
         raise MethodError(
             f"TensorLens has no method {name!r}.{hint} `tensorlens methods` lists all {len(METHOD_NAMES)}."
         )
-
-
-def check_name_with_member(name: str) -> None:
-    """Refuse a name that no method has, for names that may have a rule set after an @."""
-    check_method_name(split(name)[0])
-    check_member(name)

@@ -18,13 +18,12 @@ from tensorlens.app.options import (
     NumberOfProcesses,
     RunFolder,
     check_data,
-    check_name_with_member,
     listed,
-    numbers,
     read_input,
 )
 from tensorlens.app.printing import print_json, print_rows, stage
 from tensorlens.errors import InputError
+from tensorlens.studies.options import FidelityOptions, PerturbationOptions, RelationOptions
 from tensorlens.studies.processes import Processes, hand_over
 
 if TYPE_CHECKING:
@@ -32,49 +31,8 @@ if TYPE_CHECKING:
 
 # Perturbation ---------------------------------------------------------------------------------------------------------
 
-METHODS = (
-    "Methods, separated by commas (default: all). tensor.* methods accept a rule set after @, e.g. "
-    "tensor.in_class@attn_lrp."
-)
-PRESETS = "For decoders: strict, or paper-like (the last token may be replaced). Repeatable."
-REPLACEMENTS = "Texts: token, zero, mean, attention, delete. Images: black, mean, blur. Repeatable."
-GRID = "Fractions replaced, such as 0,0.1,0.2 (default: 0 to 0.3 by 0.05)."
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerturbChoices:
-    """The options of the study as written on the command line; see `PerturbationOptions`."""
-
-    methods: Annotated[str | None, typer.Option(help=METHODS)] = None
-    limit: Annotated[int | None, typer.Option(help="Largest number of samples.", min=1)] = None
-    presets: Annotated[list[str] | None, typer.Option("--preset", help=PRESETS)] = None
-    replacements: Annotated[list[str] | None, typer.Option("--replacement", help=REPLACEMENTS)] = None
-    n_tokens: Annotated[int, typer.Option("--tokens", help="Texts are cut to this many tokens.", min=3)] = 128
-    min_tokens: Annotated[int, typer.Option(help="Shorter texts are left out.", min=1)] = 1
-    windows: Annotated[bool, typer.Option(help="Join all texts, then cut them into windows.")] = False
-    column: Annotated[str | None, typer.Option(help="Column or field with the text.")] = None
-    split: Annotated[str, typer.Option(help="Split of a data set given by id.")] = "test"
-    grid: Annotated[str | None, typer.Option(help=GRID)] = None
-    absolute: Annotated[bool, typer.Option(help="Rank by magnitude.")] = False
-    norm_probes: Annotated[int | None, typer.Option(help="Probes to estimate tensor.norm (default: exact).", min=1)] = (
-        None
-    )
-    seed: Annotated[int, typer.Option(help="Random seed for the random control and the bootstrap.")] = 0
-    batch_size: Annotated[int | None, typer.Option(help="Perturbed copies per batch (default: by device).", min=1)] = (
-        None
-    )
-
-    def named(self) -> dict[str, Any]:
-        """The options under the names of `PerturbationOptions`; typos are refused before torch is imported."""
-        chosen = vars(self) | {"presets": self.presets or ("strict",), "replacements": self.replacements or None}
-        chosen["cut"] = "windows" if chosen.pop("windows") else "each"
-        if self.methods is not None:
-            chosen["methods"] = listed(self.methods)
-        for name in chosen["methods"] or ():
-            check_name_with_member(name)
-        if chosen.pop("grid") is not None:
-            chosen["grid"] = numbers(str(self.grid), float, "grid", "fractions such as 0,0.1,0.2")
-        return chosen
+PERTURB = {"presets": "--preset", "replacements": "--replacement", "n_tokens": "--tokens"}
+"""Options with names of their own."""
 
 
 def perturb(
@@ -83,7 +41,7 @@ def perturb(
         str, typer.Option(help="A .csv, .jsonl, .parquet or .txt file, a folder of images, or a data set's id.")
     ],
     out: RunFolder,
-    asked: PerturbChoices = PerturbChoices(),  # noqa: B008  # a frozen record
+    asked: Annotated[PerturbationOptions, PERTURB],
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -96,16 +54,13 @@ def perturb(
     """
     reading.check(model)
     check_data(data, suffixes=(".csv", ".tsv", ".jsonl", ".txt", ".parquet"))
-    chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.perturbation_study import PerturbationOptions
     from tensorlens.studies.perturbation_study import perturbation as run_perturbation
     from tensorlens.studies.runs import check_run_folder
 
-    options = PerturbationOptions(**chosen)
     check_run_folder(out, "perturbation")
-    result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=options)
+    result = run_perturbation(reading.lens(model, device=Processes.device()), data, out, options=asked)
     result.areas()  # explains it if nothing could be measured
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else typer.echo(_areas(result))
@@ -194,30 +149,19 @@ def paper(
 # Relations ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelationChoices:
-    """The options of the study as written on the command line; see `RelationOptions`."""
-
-    limit: Annotated[int | None, typer.Option(help="Largest number of relations per category.", min=1)] = None
-    n_splits: Annotated[int, typer.Option("--splits", help="Train-test splits per relation.", min=1)] = 6
-    n_train: Annotated[int, typer.Option("--examples", help="Training examples per split (m).", min=1)] = 3
-    max_test: Annotated[int, typer.Option(help="Largest number of test facts per split.", min=1)] = 100
-    starts: Annotated[str, typer.Option(help="Blocks to start from, such as 0,6,12.")] = "0"
-    categories: Annotated[list[str] | None, typer.Option("--category", help="Only this category. Repeatable.")] = None
-    with_lre: Annotated[bool, typer.Option("--lre/--no-lre", help="Also run LRE.")] = True
-    seed: Annotated[int, typer.Option(help="Random seed of the first split.")] = 0
-
-    def named(self) -> dict[str, Any]:
-        """The options under the names of `RelationOptions`; typos are refused before torch is imported."""
-        starts = numbers(self.starts, int, "starts", "blocks such as 0,6,12")
-        return vars(self) | {"starts": tuple(starts), "categories": tuple(self.categories or ()) or None}
+RELATIONS = {
+    "n_splits": "--splits",
+    "n_train": "--examples",
+    "categories": "--category",
+    "with_lre": "--lre/--no-lre",
+}
 
 
 def relations_(
     model: Model,
     data: Annotated[Path, typer.Option(help="Folder of relation files, one subfolder per category.")],
     out: RunFolder,
-    asked: RelationChoices = RelationChoices(),  # noqa: B008  # a frozen record
+    asked: Annotated[RelationOptions, RELATIONS],
     processes: NumberOfProcesses = 1,
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
@@ -228,16 +172,14 @@ def relations_(
     """
     reading.check(model)
     check_data(data)
-    chosen = asked.named()
     if hand_over(processes):
         return
-    from tensorlens.studies.relation_study import RelationOptions
     from tensorlens.studies.relation_study import relations as run_relations
     from tensorlens.studies.runs import check_run_folder
 
     check_run_folder(out, "relations")
     lens = reading.lens(model, final_norm=False, device=Processes.device())
-    result = run_relations(lens, data, out, options=RelationOptions(**chosen))
+    result = run_relations(lens, data, out, options=asked)
     if Processes.from_environment().is_first:
         print_json(result.summary) if json else _print_relations(result)
 
@@ -289,7 +231,6 @@ def fidelity_(
     for one in states.values() or [reading]:
         one.check(model)
     text = read_input(input)
-    from tensorlens.studies.fidelity_study import FidelityOptions
     from tensorlens.studies.fidelity_study import fidelity as run_fidelity
     from tensorlens.studies.runs import check_run_folder
 

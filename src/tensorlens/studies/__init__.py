@@ -9,29 +9,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tensorlens.studies.fidelity_study import FidelityOptions as FidelityOptions
     from tensorlens.studies.fidelity_study import fidelity as fidelity
-    from tensorlens.studies.judge_study import JudgeOptions as JudgeOptions
     from tensorlens.studies.judge_study import judge as judge
-    from tensorlens.studies.perturbation_study import PerturbationOptions as PerturbationOptions
+    from tensorlens.studies.options import FidelityOptions as FidelityOptions
+    from tensorlens.studies.options import JudgeOptions as JudgeOptions
+    from tensorlens.studies.options import PerturbationOptions as PerturbationOptions
+    from tensorlens.studies.options import RelationOptions as RelationOptions
     from tensorlens.studies.perturbation_study import perturbation as perturbation
     from tensorlens.studies.properties import block_ranges as block_ranges
     from tensorlens.studies.properties import tensor_properties as tensor_properties
     from tensorlens.studies.properties import word_pairs as word_pairs
-    from tensorlens.studies.relation_study import RelationOptions as RelationOptions
     from tensorlens.studies.relation_study import relations as relations
     from tensorlens.studies.runs import StudyResult as StudyResult
 
 _WHERE = {
     "block_ranges": "properties",
     "tensor_properties": "properties",
-    "FidelityOptions": "fidelity_study",
+    "FidelityOptions": "options",
     "fidelity": "fidelity_study",
-    "JudgeOptions": "judge_study",
+    "JudgeOptions": "options",
     "judge": "judge_study",
-    "PerturbationOptions": "perturbation_study",
+    "PerturbationOptions": "options",
     "perturbation": "perturbation_study",
-    "RelationOptions": "relation_study",
+    "RelationOptions": "options",
     "relations": "relation_study",
     "StudyResult": "runs",
     "word_pairs": "properties",

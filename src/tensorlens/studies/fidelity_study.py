@@ -27,48 +27,16 @@ from tensorlens.models.texts import IMAGE_SUFFIXES, tokenizer_of
 from tensorlens.operators.bounds import Reading, product_bound
 from tensorlens.operators.spectrum import spectral_norm
 from tensorlens.studies.fidelity_report import fidelity_report, fidelity_summary
-from tensorlens.studies.options import Options, chosen_options
+from tensorlens.studies.options import FidelityOptions, chosen_options
 from tensorlens.studies.plain_model import plain_states, true_function
 from tensorlens.studies.properties import block_ranges, tensor_properties
 from tensorlens.studies.runs import Run, StudyResult, digest_of, model_settings, tensor_digest
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import in_float64
 
-SIZES = tuple(float(f"{10 ** (k / 4):.6g}") for k in range(-12, 3))
-"""Lengths of a move relative to the input's, from 0.001 to about 3."""
 MOST_STATES = {"cuda": 64, "cpu": 8}
 """Moved inputs that go through the model at a time."""
 READINGS: tuple[Reading, ...] = ("weights", "measured", "printed")
-
-
-class FidelityOptions(Options, frozen=True, kw_only=True):
-    """Everything a fidelity run depends on besides model and inputs.
-
-    Attributes:
-        sizes: Lengths of ε relative to X.
-        n_random: Random directions per input.
-        n_token: Directions towards another token per input, if the input has tokens.
-        n_probes: Probes for the distance to the Jacobian.
-        seed: Random seed for directions and probes.
-        stride: Measure properties at every n-th block; 0 leaves them out.
-        out_token: The output whose slice is measured; if None, the last of a language model and the first of other
-            models.
-    """
-
-    sizes: tuple[float, ...] = SIZES
-    n_random: int = 4
-    n_token: int = 4
-    n_probes: int = 16
-    seed: int = 0
-    stride: int = 1
-    out_token: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.sizes or min(self.sizes) <= 0:
-            raise InputError(f"`sizes` must be positive numbers, at least one; got {self.sizes}.")
-        if self.n_random + self.n_token < 1:
-            raise InputError("Expected at least one direction; got `n_random` = `n_token` = 0.")
 
 
 @own_modes

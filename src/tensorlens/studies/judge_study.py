@@ -31,13 +31,13 @@ from tensorlens.batches import Batch
 from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.groups import find_groups
-from tensorlens.maps.methods import METHODS, check_question
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import Target
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.runner import running
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import rows_of
-from tensorlens.studies.options import MEMBERS, Count, Names, Options, check_member, chosen_options, member_lens, split
+from tensorlens.studies.options import MEMBERS, WORD_OVERLAP, JudgeOptions, chosen_options, member_lens, split
 from tensorlens.studies.report import N_RESAMPLES, Section, Table, interval, short, with_interval, write_page
 from tensorlens.studies.runs import Record, Run, StudyResult, digest_of, model_settings, reason_of
 
@@ -45,7 +45,6 @@ SUFFIXES = (".csv", ".jsonl")
 OTHER_NAMES = {"good": "target", "bad": "against"}
 WRONG = "the model is wrong"
 """The reason for leaving out an item that the model gets wrong."""
-WORD_OVERLAP = "control.word_overlap"
 EVIDENCE = "evidence"
 REFERENCE = "tensor.in_class"
 """The paper's operator: other methods are shown with their difference to it."""
@@ -54,31 +53,6 @@ LEFT_OUT = ("gradient.times_input", "control.random")
 PROBES = 16
 """Random probes by which `tensor.norm` is sketched."""
 Made = TypeVar("Made")
-
-
-class JudgeOptions(Options, frozen=True, kw_only=True):
-    """Everything a benchmark run depends on besides model and data.
-
-    Attributes:
-        methods: Names of maps, with the rule set after an @ (``tensor.in_class@attn_lrp``); all if None.
-        limit: Largest number of items per set.
-        seed: Random seed for the bootstrap.
-        group_size: Items that share a recording. Numbers depend on it only by rounding.
-    """
-
-    methods: Names | None = None
-    limit: Count | None = None
-    seed: int = 0
-    group_size: Count = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.methods or ():
-            if name != WORD_OVERLAP:
-                check_question(split(name)[0])
-                check_member(name)
-        if self.methods is not None:
-            self.settle(methods=tuple(dict.fromkeys(self.methods)))
 
 
 @dataclass(frozen=True, kw_only=True)

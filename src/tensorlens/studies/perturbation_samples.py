@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,9 @@ from tensorlens.lens import Lens
 from tensorlens.models.inputs import ModelInput, forward_parameters, max_tokens
 from tensorlens.models.texts import check_unicode, tokenizer_of
 from tensorlens.studies.datasets import Dataset, LazyImage, Row
+from tensorlens.studies.options import PerturbationOptions
 from tensorlens.studies.plain_model import PlainModel
 from tensorlens.tolerances import in_float64
-
-if TYPE_CHECKING:
-    from tensorlens.studies.perturbation_study import PerturbationOptions
 
 TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
 """The title of an article of WikiText; headings within it have several signs on each side."""

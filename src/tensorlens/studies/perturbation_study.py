@@ -8,11 +8,11 @@ what it leaves open marked as a convention.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,7 +20,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tensorlens.batches import Asked, DatasetMaps
-from tensorlens.errors import InputError, MethodError, TensorLensError
+from tensorlens.errors import InputError, TensorLensError
 from tensorlens.lens import Lens
 from tensorlens.maps.methods import METHODS, joins_norms
 from tensorlens.maps.peers import random_scores
@@ -28,17 +28,7 @@ from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.runner import own_modes
 from tensorlens.studies.datasets import Dataset, read_dataset
-from tensorlens.studies.options import (
-    Count,
-    Names,
-    Options,
-    Whole,
-    check_member,
-    checked_names,
-    chosen_options,
-    member_lens,
-    split,
-)
+from tensorlens.studies.options import PerturbationOptions, checked_names, chosen_options, member_lens, split
 from tensorlens.studies.perturbation_report import (
     ORDERS,
     Order,
@@ -53,8 +43,6 @@ from tensorlens.studies.runs import Run, StudyResult, model_settings, reason_of
 from tensorlens.tensor import AttentionTensor
 from tensorlens.tolerances import in_float64
 
-GRID = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-"""Convention: the paper says 0 to 30 %, but not in how many steps."""
 RANDOM = "control.random"
 GROUP_SIZE = 16
 MIN_GROUPS = 8
@@ -63,90 +51,6 @@ N_EXAMPLES = 3
 """Samples whose maps are in the report."""
 OF_THE_SAMPLES = ("n_tokens", "min_tokens", "cut", "column", "label", "split", "batch_size", "group_size")
 """Options that the samples themselves show, or that change numbers by rounding alone."""
-
-
-class PerturbationOptions(Options, frozen=True, kw_only=True):
-    """Everything a perturbation run depends on besides model and data.
-
-    Attributes:
-        methods: Names in `METHODS`; all of them if None. Those of T may have a rule set
-            after an @: ``tensor.in_class@attn_lrp``. A method that does not apply to the model is reported as missing.
-        limit: Largest number of samples.
-        draw: Samples in the order of the ``file``, or drawn at ``random``: in turn from each label, class or article.
-        watch: The output whose state is watched and explained: ``first``, ``last``, the ``mean`` of all, or with
-            ``auto`` the last of a decoder and the first of any other model.
-        presets: For decoders, ``strict`` (the last token is never replaced), ``paper-like`` (it may be), or both.
-        keep_first: Number of tokens at the beginning that are never replaced, besides special ones.
-        replacements: How a token is replaced. Texts: ``token`` (mask, unknown, padding or end token), ``zero``,
-            ``mean`` (embeddings), ``attention`` (masked out), ``delete``. Images: ``black``, ``mean``, ``blur``.
-            The first of these if None.
-        grid: Fractions of tokens replaced, from 0.
-        n_tokens: Texts are cut to this many tokens.
-        min_tokens: Shorter texts are left out.
-        cut: ``each`` text is a sample, or all of them are joined and cut into ``windows``. Windows that are drawn lie
-            within one article.
-        column: Column or field with the text.
-        label: Column or field with the label.
-        split: For data with several parts, the part to use.
-        absolute: Rank by magnitude; by signed score otherwise.
-        raw_norms: Join matrices of norms over blocks as they are; otherwise rows are divided by their sums first.
-        seed: Random seed for the draw, the random control and the bootstrap.
-        n_random: Random orders that the random control averages over.
-        norm_probes: Estimate `tensor.norm` by this many random probes; exact if None.
-        batch_size: Replaced copies run at a time; 256 on a GPU and 64 elsewhere if None. Numbers depend on it by
-            rounding alone.
-        group_size: Samples measured together, so that copies of several share a batch; an interruption loses at most
-            as many. None: 16, or fewer if a run has few samples. Numbers depend on it only by rounding.
-    """
-
-    methods: Names | None = None
-    limit: Count | None = None
-    draw: Literal["file", "random"] = "file"
-    watch: Literal["auto", "first", "last", "mean"] = "auto"
-    presets: Names = ("strict",)
-    keep_first: Whole = 0
-    replacements: Names | None = None
-    grid: tuple[float, ...] = GRID
-    n_tokens: Count = 128
-    min_tokens: Count = 1
-    cut: Literal["each", "windows"] = "each"
-    column: str | None = None
-    label: str | None = None
-    split: str = "test"
-    absolute: bool = False
-    raw_norms: bool = False
-    seed: Whole = 0
-    n_random: Count = 5
-    norm_probes: Count | None = None
-    batch_size: Count | None = None
-    group_size: Count | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        presets = checked_names(self.presets, ("strict", "paper-like"), "presets")
-        methods = _checked_methods(METHODS if self.methods is None else self.methods)
-        self.settle(methods=methods, presets=presets, grid=check_grid(self.grid))
-
-
-def _checked_methods(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of maps, each once, with the rule set after an @."""
-    names = tuple(dict.fromkeys(names))
-    checked_names([split(name)[0] for name in names], METHODS, "methods")
-    try:
-        for name in names:
-            check_member(name)
-    except MethodError as error:
-        raise InputError(f"Expected `methods` that exist. {error}") from None
-    return names
-
-
-def check_grid(grid: Sequence[float]) -> tuple[float, ...]:
-    """The grid as floats: from 0 upwards, to at most 1."""
-    values = tuple(map(float, grid))
-    rises = all(a < b for a, b in zip(values, values[1:], strict=False))
-    if len(values) < 2 or values[0] != 0 or not rises or values[-1] > 1:
-        raise InputError(f"Expected a grid of rising fractions from 0 to at most 1; got {list(grid)}.")
-    return values
 
 
 # The run --------------------------------------------------------------------------------------------------------------
@@ -202,7 +106,8 @@ def _settled(options: PerturbationOptions, samples: Samples) -> PerturbationOpti
     samples.check(replacements)
     presets = options.presets if samples.is_causal else ("strict",)
     watch = ("last" if samples.is_causal else "first") if options.watch == "auto" else options.watch
-    return structs.replace(options, replacements=replacements, presets=presets, watch=watch)
+    methods = tuple(METHODS) if options.methods is None else options.methods
+    return structs.replace(options, methods=methods, replacements=replacements, presets=presets, watch=watch)
 
 
 def groups_of(samples: Samples, options: PerturbationOptions) -> list[list[int]]:

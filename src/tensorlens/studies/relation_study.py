@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,7 @@ from tensorlens.models.anatomy import Anatomy
 from tensorlens.models.inputs import forward_parameters
 from tensorlens.models.runner import own_modes
 from tensorlens.models.texts import tokenizer_of
-from tensorlens.studies.options import Count, Names, Options, Whole, chosen_options
+from tensorlens.studies.options import RelationOptions, chosen_options
 from tensorlens.studies.plain_model import PlainStates, plain_states, read_out
 from tensorlens.studies.relation_prompts import (
     Fact,
@@ -59,52 +59,10 @@ Start = int | str
 """Where the subject is read: entering that block, or, as `EMBEDDING`, what the token embedding gives."""
 LRE_SCALE = 2.5
 """LRE's fixed β."""
-SCALES = tuple(i / 4 for i in range(21))
-"""LRE's grid: 21 points on [0, 5]."""
 JACOBIAN_CHUNK = {"cuda": 320, "cpu": 64}
 """Cotangents that go back together."""
 FORWARD_CHUNK = 32
 """Prompts that go through the model together."""
-
-
-class RelationOptions(Options, frozen=True, kw_only=True):
-    """Everything a relation run depends on besides model and data.
-
-    Attributes:
-        n_train: m, the number of examples in the mean; the prompt of each example contains the other m - 1.
-        n_splits: Splits into training and test, each with a seed of its own.
-        seed: Seed of the first split.
-        top_k: Test facts are kept if the object's first token is among the model's `top_k`.
-        min_test: Test facts that a split needs to be scored; at least half of the splits must be scored.
-        max_test: Largest number of test facts per split, drawn at random.
-        test_examples: Examples in a test prompt: ``m-1``, as in training, or all ``m``. A mean needs prompts of one
-            length, so with ``m`` training prompts contain all m too, including their own fact.
-        starts: Blocks to start from; 0 is the whole model.
-        scales: The values that β is tuned over.
-        with_lre: Whether to run LRE, which costs as much as the slices.
-        limit: Largest number of relations per category; all if None.
-        categories: Only these; all if None.
-    """
-
-    n_train: Count = 3
-    n_splits: Count = 6
-    seed: Whole = 0
-    top_k: Count = 20
-    min_test: Count = 3
-    max_test: Count = 100
-    test_examples: Literal["m-1", "m"] = "m-1"
-    starts: tuple[int, ...] = (0,)
-    scales: tuple[float, ...] = SCALES
-    with_lre: bool = True
-    limit: Count | None = None
-    categories: Names | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.starts or min(self.starts) < 0:
-            raise InputError(f"`starts` must name at least one block to start from, such as (0,); got {self.starts}.")
-        if not self.scales:
-            raise InputError("The grid of scales is empty; expected at least one number, such as 1.0.")
 
 
 @own_modes

@@ -12,9 +12,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from tensorlens.errors import InputError
-from tensorlens.studies.options import Chosen, Count, Options, Whole, checked_names
-from tensorlens.studies.perturbation_study import PerturbationOptions
-from tensorlens.studies.relation_study import RelationOptions
+from tensorlens.studies.options import (
+    Chosen,
+    Count,
+    Options,
+    PerturbationOptions,
+    RelationOptions,
+    Whole,
+    checked_names,
+)
 
 MEASURES = ("attn", "w_attn", "w_attn_res_ln", "glob_enc")
 TENSOR = ("tensor.norm", "tensor.in_out", "tensor.in_class")

@@ -20,15 +20,15 @@ from tensorlens.models.loading import TOKENIZER_FILES, chosen_device, read_confi
 from tensorlens.models.resolving import check_model_name, local_folder
 from tensorlens.recording.conventions import Rules
 from tensorlens.studies.datasets import Dataset, read_dataset
-from tensorlens.studies.options import checked_names
+from tensorlens.studies.options import PerturbationOptions, RelationOptions, checked_names
 from tensorlens.studies.paper import layout
 from tensorlens.studies.paper.protocol import TABLES, Protocol, TableSettings, differences, with_changes
 from tensorlens.studies.paper.training import check_training, trained
 from tensorlens.studies.perturbation_samples import Images, Texts, drawn_order, text_pieces
-from tensorlens.studies.perturbation_study import PerturbationOptions, perturbation
+from tensorlens.studies.perturbation_study import perturbation
 from tensorlens.studies.processes import Processes
 from tensorlens.studies.relation_prompts import load_relations
-from tensorlens.studies.relation_study import RelationOptions, relations
+from tensorlens.studies.relation_study import relations
 from tensorlens.studies.runs import Record, StudyResult, check_run_folder, read_run_file
 
 
