@@ -76,8 +76,7 @@ def test_it_is_plain_until_it_is_called(model, monkeypatch):
     monkeypatch.setattr(mapper, "_lenses", {})
     one = pickle.loads(pickle.dumps(tl.Mapper(model, "tensor.in_out")))
     assert loads == [] and len(pickle.dumps(one)) < 1000
-    for _ in range(2):
-        made = one({"text": np.array(TEXTS[:2], dtype=object)})
+    made, _ = (one({"text": np.array(TEXTS[:2], dtype=object)}) for _ in range(2))
     assert len(loads) == 1 and made["target"] == ["", ""] and np.isnan(made["logit"]).all()
     assert len(made["scores"][0]) == len(made["tokens"][0]) == len(TEXTS[0])
 
@@ -191,6 +190,29 @@ def test_bad_rows_are_reported_by_row(model, tmp_path):
     assert [row["id"] for row in rows] == [0, 3, 4] and len(rows[1]["tokens"]) == 400
 
 
+def test_a_damaged_folder_is_answered_in_a_sentence(model, tmp_path):
+    data, folder = tmp_path / "data.jsonl", tmp_path / "maps"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a cat", "", "a dog")), "utf-8")
+    options = ["--data", data, "--out", folder, "--on-error", "skip", "--part-rows", 2]
+    run(model, *options)
+    for name, content in (
+        ("_config.json", b'{"study": "maps"}'),
+        ("_config.json", None),
+        ("_skipped-000000000.jsonl", b"{\n"),
+        ("_skipped-000000000.jsonl", b'{"row": 1}\n'),
+        ("part-000000000.parquet", b"PAR1"),
+        ("part-000000002.parquet", None),
+    ):
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
+        with pytest.raises(tl.InputError, match=name):
+            run(model, *options)
+        (folder / name).rmdir() if content is None else (folder / name).unlink()
+        (folder / name).write_bytes(kept)
+    assert run(model, *options)["maps"] == 2
+
+
 @pytest.mark.parametrize("kind", ["csv", "txt", "parquet", "folder"])
 @pytest.mark.filterwarnings("ignore")
 def test_every_kind_of_file(model, kind, tmp_path):
@@ -210,7 +232,7 @@ def test_every_kind_of_file(model, kind, tmp_path):
 def test_killed_at_random_and_started_again(model, data, tmp_path):
     options = ["--data", str(data), "--part-rows", "2", "--batch-size", "2", "--device", "cpu"]
     run(model, *options, "--out", tmp_path / "whole")
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("[!_]*")}
     folder, chance, killed = tmp_path / "killed", random.Random(0), 0
     command = [sys.executable, "-m", "tensorlens", "maps", model, *options, "--out", str(folder)]
     for n_parts in (1, 3, 4):
@@ -224,4 +246,4 @@ def test_killed_at_random_and_started_again(model, data, tmp_path):
         process.wait()
     assert killed >= 1
     run(model, *options, "--out", folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in folder.glob("[!_]*")} == whole

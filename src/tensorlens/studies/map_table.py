@@ -22,24 +22,30 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from tqdm import tqdm
 
-from tensorlens.__about__ import package_versions
 from tensorlens.errors import InputError, missing_extra
-from tensorlens.files import from_json, to_json, write_json, write_whole
+from tensorlens.files import reading, to_json, write_whole
 from tensorlens.mapper import Mapper
-from tensorlens.studies.runs import read_run_file, refuse_other_settings
+from tensorlens.studies.runs import RunFolder
 
 FILES = (".csv", ".jsonl")
 """Formats of maps besides parquet, by suffix."""
+
+
+class _SkippedRow(TypedDict):
+    row: int
+    reason: str
+
 
 EncodedPart = tuple[bytes, str]
 """A parquet file, and a line of JSON for each row that was left out."""
 
 
-class MapTable:
+class MapTable(RunFolder):
     """A folder of maps, opened to be written.
 
     Args:
@@ -47,21 +53,18 @@ class MapTable:
         settings: Everything the maps depend on, as plain data; different ones are refused when it is resumed.
     """
 
+    config_name = "_config.json"
+
     def __init__(self, out: str | Path, settings: dict[str, Any]) -> None:
         self.out = Path(out)
-        self.folder = self.out.with_name(f"{self.out.name}.parts") if self.out.suffix.lower() in FILES else self.out
-        self.settings = from_json(to_json(settings | {"versions": package_versions()}))
+        folder = self.out.with_name(f"{self.out.name}.parts") if self.out.suffix.lower() in FILES else self.out
         try:
             import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise missing_extra("Writing a .parquet file", "pyarrow", "studies") from None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"Expected a folder for the maps that can be written in; got {error}.") from error
-        for left in self.folder.glob(".*.tmp"):  # what a killed process had begun to write
-            left.unlink()
-        self._open_config()
+        if folder.is_dir() and not (folder / self.config_name).exists() and any(folder.glob("[!.]*")):
+            raise InputError(f"Expected an empty folder, or one of maps, at {str(folder)!r}; choose another.")
+        super().__init__(folder, "maps", settings)
 
     def pending(self, rows: Iterator[Any], size: Callable[[], int]) -> Iterator[tuple[int, list[Any]]]:
         """The first row and the rows of each part that is not there yet."""
@@ -82,11 +85,9 @@ class MapTable:
             first += len(some)
 
     def _n_rows(self, first: int) -> int:
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-
+        """Rows of the data that a part stands for."""
         skipped = self._skipped(first)
-        n_skipped = len(skipped.read_text("utf-8").splitlines()) if skipped.is_file() else 0
-        return parquet.read_metadata(self._path(first)).num_rows + n_skipped
+        return _n_maps(self._path(first)) + (len(_lines(skipped)) if skipped.exists() else 0)
 
     def write(self, first: int, part: EncodedPart) -> None:
         """Write one part, whole or not at all."""
@@ -105,16 +106,13 @@ class MapTable:
         write = {".csv": _write_csv, ".jsonl": _write_jsonl}[self.out.suffix.lower()]
         write_whole(self.out, lambda path: write(path, (read_table(part).to_pylist() for part in parts)))
 
-    def skipped(self) -> list[dict[str, Any]]:
+    def skipped(self) -> list[Any]:
         """Rows that were left out, with the reason."""
-        files = sorted(self.folder.glob("_skipped-*.jsonl"))
-        return [from_json(line) for path in files for line in path.read_text("utf-8").splitlines()]
+        return [line for path in sorted(self.folder.glob("_skipped-*.jsonl")) for line in _lines(path)]
 
     def n_maps(self) -> int:
         """Maps on the disk."""
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-
-        return sum(parquet.read_metadata(path).num_rows for path in self.folder.glob("part-*.parquet"))
+        return sum(map(_n_maps, self.folder.glob("part-*.parquet")))
 
     def _path(self, first: int) -> Path:
         return self.folder / f"part-{first:09}.parquet"
@@ -122,14 +120,17 @@ class MapTable:
     def _skipped(self, first: int) -> Path:
         return self.folder / f"_skipped-{first:09}.jsonl"
 
-    def _open_config(self) -> None:
-        path = self.folder / "_config.json"
-        if not path.exists():
-            if any(self.folder.iterdir()):
-                raise InputError(f"Expected an empty folder, or one of maps, at {str(self.folder)!r}; choose another.")
-            write_json(path, self.settings)
-        there = read_run_file(path, "Choose another folder.")
-        refuse_other_settings(path, {"settings": there}, {"settings": self.settings})
+
+def _n_maps(part: Path) -> int:
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports]
+
+    with reading(part, "`tensorlens maps`"):
+        return parquet.read_metadata(part).num_rows
+
+
+def _lines(skipped: Path) -> list[Any]:
+    with reading(skipped, "`tensorlens maps`"):
+        return msgspec.json.Decoder(_SkippedRow).decode_lines(skipped.read_bytes())
 
 
 def _write_csv(path: Path, parts: Iterable[list[dict[str, Any]]]) -> None:

@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def words(cls) -> dict[str, str]:
-        """What the docstring says of each field."""
+        """By field, the words of the docstring."""
         text = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
         found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE)
         return {name: " ".join(words.replace("``", "").split()) for name, words in found}

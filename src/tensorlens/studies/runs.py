@@ -109,22 +109,24 @@ def check_run_folder(folder: str | Path, study: str) -> None:
         raise InputError(f"Expected a folder of a {study} run, or a new one; {str(folder)!r} holds a run of {found}.")
 
 
-class Run:
-    """A study's folder, opened for this process.
+class RunFolder:
+    """A folder whose work can be interrupted: opened again with the same settings, it is continued; others are refused.
 
-    Opened again with the same settings, it resumes where it stopped; different settings are refused.
+    Attributes:
+        folder: Where it is; made if it is not there.
+        study: What is done in it.
+        settings: Everything that its results depend on besides versions, as plain data.
+        config_name: The file with these.
     """
 
-    def __init__(
-        self, folder: str | Path, study: str, settings: dict[str, Any], processes: Processes | None = None
-    ) -> None:
-        self.folder, self.study = Path(folder), study
-        self.settings = from_json(to_json(settings))
-        self.processes = processes or Processes.from_environment()
+    config_name = "config.json"
+
+    def __init__(self, folder: Path, study: str, settings: dict[str, Any], *, is_shared: bool = False) -> None:
+        self.folder, self.study, self.settings = folder, study, from_json(to_json(settings))
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if self.processes.count == 1:  # of several processes one may be writing just now
-                for left in self.folder.glob(".*.tmp"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not is_shared:  # of several processes one may be writing just now
+                for left in folder.glob(".*.tmp"):  # what a killed process had begun to write
                     left.unlink(missing_ok=True)
             self._open_config()
         except OSError as error:
@@ -132,9 +134,46 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The content of `config.json`."""
-        advice = "If its samples were made with the current settings, delete config.json and start again; else choose "
-        return read_run_file(self.folder / "config.json", advice + "another folder.", _ConfigFile)
+        """The content of its config: study, settings, versions, and where it began."""
+        name = self.config_name
+        advice = f"If its files were made with the current settings, delete {name} and start again; else choose "
+        return read_run_file(self.folder / name, advice + "another folder.", _ConfigFile)
+
+    def _open_config(self) -> None:
+        """Write the config, or refuse to continue with other settings, another study or other versions."""
+        config = self.folder / self.config_name
+        here = {"study": self.study, "settings": self.settings, "versions": package_versions()}
+        origin = {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        temporary = self.folder / f".{config.name}.{os.getpid()}.tmp"
+        try:
+            temporary.write_text(to_json(here | {"origin": origin}, indent=1) + "\n", "utf-8")
+            # A link fails if the name is taken: of several processes that start at once exactly one writes it.
+            os.link(temporary, config)
+        except FileExistsError:
+            there = self.config
+            said = [one for part in here for one in setting_differences(part, there[part], here[part])]
+            if said:
+                raise InputError(
+                    f"The run in {str(self.folder)!r} was started with different settings, and results must not mix: "
+                    f"{'; '.join(said)}. Choose another folder, or the settings of its {config.name} to continue it."
+                ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class Run(RunFolder):
+    """A study's folder, opened for this process."""
+
+    def __init__(
+        self, folder: str | Path, study: str, settings: dict[str, Any], processes: Processes | None = None
+    ) -> None:
+        self.processes = processes or Processes.from_environment()
+        super().__init__(Path(folder), study, settings, is_shared=self.processes.count > 1)
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -222,26 +261,6 @@ class Run:
         """Write a file into the folder, whole or not at all."""
         with self._writing():
             return write_whole(self.folder / name, text)
-
-    # Settings -----------------------------------------------------------------------------------------------------
-
-    def _open_config(self) -> None:
-        document = {"study": self.study, "settings": self.settings, "versions": package_versions()}
-        origin = {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        temporary = self.folder / f".config.json.{os.getpid()}.tmp"
-        try:
-            temporary.write_text(to_json(document | {"origin": origin}, indent=1) + "\n", "utf-8")
-            # A link fails if the name is taken: of several processes that start at once exactly one writes it.
-            os.link(temporary, self.folder / "config.json")
-        except FileExistsError:
-            refuse_other_settings(self.folder / "config.json", self.config, document)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     # Samples ------------------------------------------------------------------------------------------------------
 
@@ -369,25 +388,6 @@ def read_run_file(path: Path, advice: str, kind: Any = dict[str, Any]) -> dict[s
         raise InputError(f"Expected a file at {str(path)!r}; got {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"Expected JSON of a run in {str(path)!r}; got: {error}. {advice}") from error
-
-
-def refuse_other_settings(config: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """A run may be continued if everything that its results depend on is the same: settings, study, versions.
-
-    Args:
-        config: The file with the settings that the run was started with.
-        there: Its content, by part.
-        here: The settings now; only these parts are compared.
-
-    Raises:
-        InputError: something differs; says what, and what to do.
-    """
-    said = [one for part, value in here.items() for one in setting_differences(part, there[part], value)]
-    if said:
-        raise InputError(
-            f"The run in {str(config.parent)!r} was started with different settings, and results must not mix: "
-            f"{'; '.join(said)}. Choose another folder, or the settings of its {config.name} to continue it."
-        ) from None
 
 
 def setting_differences(name: str, there: Any, here: Any) -> Iterator[str]:
