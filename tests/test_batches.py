@@ -322,7 +322,7 @@ def test_nothing_in_nothing_out():
     [
         ({"method": "tensor.in_clas"}, "Did you mean"),
         ({"method": "tensor.in_out", "target": 3}, "takes no target"),
-        ({"method": "tensor.in_class", "probes": 3}, "tensor.norm"),
+        ({"method": "tensor.in_class", "probes": 3}, "option of `tensor.contribution`"),
         ({"batch_size": 0}, "batch_size"),
         ({"on_error": "forget"}, "on_error"),
     ],
@@ -358,10 +358,13 @@ def test_a_batch_takes_a_target_for_each_sample():
         batch.maps("tensor.in_class", targets=targets[:2])
 
 
-def test_the_norm_of_a_batch_of_one_is_that_of_the_sample():
-    lens = tl.Lens(zoo.build("llama"))
-    (found,) = lens.batch([zoo.sample("llama")]).maps("tensor.norm", probes=4)
-    assert torch.allclose(found.scores, lens(zoo.sample("llama")).map("tensor.norm", out_token=-1, probes=4).scores)
+@pytest.mark.parametrize("method", ["tensor.norm", "tensor.contribution"])
+def test_a_sketch_in_a_batch_is_that_of_the_sample(method):
+    lens, sample = tl.Lens(zoo.build("llama")), zoo.sample("llama")
+    alone = lens(sample).map(method, out_token=-1, probes=4).scores
+    for batch in ([sample], [sample, sample[:4]]):
+        found = lens.batch(batch).maps(method, probes=4)[0]
+        assert torch.allclose(found.scores, alone, rtol=1e-4)
 
 
 def test_batches_grow_once_the_first_has_shown_what_a_token_takes(monkeypatch):

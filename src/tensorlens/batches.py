@@ -82,7 +82,7 @@ class Asked:
         """The arguments of `AttentionTensor.map` for one of the methods."""
         target = {"target": self.target} if METHODS[name].takes_target else {}
         raw = {"raw": True} if self.raw and joins_norms(name) else {}
-        return target | raw | ({"probes": self.probes, "seed": self.seed} if name == "tensor.norm" else {})
+        return target | raw | ({"probes": self.probes, "seed": self.seed} if METHODS[name].takes_probes else {})
 
 
 # One batch ------------------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Batch(Sequence[AttentionTensor], Printed):
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`.
             targets: The same, one per sample, instead of one for all.
-            probes: For `tensor.norm`.
+            probes: For `tensor.norm` and `tensor.contribution`.
             seed: Random seed for the probes.
         """
         if targets is not None:
@@ -203,7 +203,7 @@ class Batch(Sequence[AttentionTensor], Printed):
         check_question(method, named, probes=probes, seed=seed)
         if targets is not None and len(targets) != len(self):
             raise InputError(f"`targets` must be one for each of the {len(self)} samples; got {len(targets)}.")
-        sketch = {"probes": probes and int(probes), "seed": int(seed)} if method == "tensor.norm" else {}
+        sketch = {"probes": probes and int(probes), "seed": int(seed)} if METHODS[method].takes_probes else {}
         begun = self.begin(method, out_token, target=target, targets=targets, **sketch)
         if begun is not None:
             return begun()

@@ -163,7 +163,7 @@ class Lens(Printed):
             out_token: The output to explain; negative ones count from each sample's own end.
             target: For `tensor.in_class`; the model's own prediction for each sample if None.
             batch_size: Samples per batch; as many as fit into free memory if None.
-            probes: For `tensor.norm`: random probes to sketch it with.
+            probes: For `tensor.norm` and `tensor.contribution`: random probes to sketch it with.
             seed: Random seed for the probes.
             raw: For rollouts and means of norms; see `AttentionTensor.map`.
             progress: Whether to show a progress bar; on a terminal if None.

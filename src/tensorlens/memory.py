@@ -137,6 +137,7 @@ class Portions:
         self.width = max(1, min(n_cotangents, most))
         self.group = max(1, min(n_outputs, most // max(1, n_cotangents)))
         self._failed = False
+        self._part: float | None = None
 
     @property
     def n_passes(self) -> int:
@@ -153,6 +154,8 @@ class Portions:
             while output < self.n_outputs:
                 outputs = Range(output, min(output + self.group, self.n_outputs))
                 cotangents = Range(cotangent, min(cotangent + self.width, self.n_cotangents))
+                if shown is not None:
+                    self._part = (output * self.n_cotangents + cotangent * outputs.size) / total
                 yield outputs, cotangents
                 if self._failed:
                     self._failed = False
@@ -164,7 +167,7 @@ class Portions:
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
         """The result of `work`, or None if memory ran out; then the piece is repeated in smaller ones."""
-        check_cancelled()
+        check_cancelled(self._part)
         try:
             return work()
         except (torch.OutOfMemoryError, RuntimeError) as error:

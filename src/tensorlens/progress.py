@@ -13,7 +13,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-_callback: ContextVar[Callable[[], None] | None] = ContextVar("tensorlens_cancel", default=None)
+Callback = Callable[[float | None], None]
+"""Takes the part of the work that is done, or None; raises if the work must stop."""
+
+_callback: ContextVar[Callback | None] = ContextVar("tensorlens_cancel", default=None)
 
 
 def bar(items: Iterable[Any] | None = None, progress: bool | None = None, **options: Any) -> tqdm[Any]:
@@ -27,15 +30,19 @@ def bar(items: Iterable[Any] | None = None, progress: bool | None = None, **opti
     return tqdm(items, disable=None if progress is None else not progress, **options)
 
 
-def check_cancelled() -> None:
-    """Call the callback of this context, which raises if the work must stop; nothing happens if there is none."""
+def check_cancelled(part: float | None = None) -> None:
+    """Call the callback of this context, which raises if the work must stop; nothing happens if there is none.
+
+    Args:
+        part: How much of the work is done, if that is known.
+    """
     callback = _callback.get()
     if callback is not None:
-        callback()
+        callback(part)
 
 
 @contextmanager
-def cancelled_by(callback: Callable[[], None]) -> Iterator[None]:
+def cancelled_by(callback: Callback) -> Iterator[None]:
     """Within the block, `check_cancelled()` calls `callback`.
 
     Args:

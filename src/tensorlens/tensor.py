@@ -286,8 +286,8 @@ class AttentionTensor(InsideQuestions, TensorOperator):
             groups: Sum the inputs of each group: ``"words"``, ``"sentences"``, ``"lines"``, or a list of (label, start,
                 stop); see `TokenMap.group`.
             norm: For `tensor.norm`: ``"frobenius"`` or ``"spectral"``.
-            probes: For `tensor.norm`: how many random probes to sketch it with, the standard error going into `meta`;
-                None for the exact norm.
+            probes: For `tensor.norm` and `tensor.contribution`: how many random probes to sketch it with, the standard
+                error going into `meta`; None for the exact values.
             seed: Random seed for the probes.
             raw: For rollouts and means of norms: join the blocks' matrices as they are; otherwise rows are divided by
                 their sums first.

@@ -12,6 +12,7 @@ from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
 from tensorlens.program.program import Program
+from tensorlens.progress import cancelled_by
 
 LANGUAGE_MODELS = names(lambda family: family.causal or "MaskedLM" in family.model.__name__)
 CLASSIFIERS = names(lambda family: "Classification" in family.model.__name__)
@@ -111,6 +112,28 @@ def test_collapses_equal_sums_over_the_dense_tensor(name):
         assert torch.allclose(row.scores[0], values[2], rtol=1e-5, atol=1e-7), method
     spectral = torch.stack([torch.linalg.svdvals(dense[2, :, j])[0] for j in range(T.n_tokens)])
     assert torch.allclose(T.map("tensor.norm", out_token=2, norm="spectral").scores[0], spectral, rtol=1e-9)
+
+
+def test_probes_estimate_contributions_within_their_standard_error():
+    T = lens_on("gpt2")
+    for part in (T, T.blocks(1, 3)):
+        exact, found = (part.map("tensor.contribution", 4, **options) for options in ({}, {"probes": 400}))
+        errors = torch.tensor(found.meta["standard_error"])
+        assert ((found.scores - exact.scores).abs() <= 4 * errors).all() and (errors <= 0.05 * exact.scores).all()
+        assert torch.equal(found.bias_share, exact.bias_share) and found.meta["probes"] == 400
+    with pytest.raises(tl.MethodError, match=r"option of `tensor\.contribution` and `tensor\.norm`"):
+        T.map("tensor.in_out", 4, probes=4)
+
+
+def test_inputs_that_are_pushed_a_few_at_a_time_say_how_far_they_are(monkeypatch):
+    T, parts = lens_on("gpt2"), list[float | None]()
+    together = T.map("tensor.contribution", 4)
+    monkeypatch.setattr("tensorlens.maps.tensor_maps.TOKENS_TOGETHER", 2 * T.n_tokens)
+    with cancelled_by(parts.append):
+        apart = T.map("tensor.contribution", 4)
+    assert torch.allclose(apart.scores, together.scores, rtol=1e-12)
+    told = [part for part in parts if part is not None]
+    assert told == sorted(set(told)) == [k / T.n_tokens for k in range(0, T.n_tokens, 2)]
 
 
 def test_bias_share_is_beside_every_map():

@@ -61,7 +61,7 @@ class Question:
         targets: Targets per row, instead of one for all.
         classes: Names of the classes, or None for a model without a head.
         norm: Which norm `tensor.norm` takes of a block.
-        probes: For `tensor.norm`: how many random probes to sketch it with; None for the exact norm.
+        probes: How many random probes to sketch norms with; None for exact ones.
         seed: Random seed for the probes.
         raw: For baselines of norms: join the blocks' matrices as they are, without dividing rows by their sums.
         weighed: A part of the input (token, channel) to weigh instead of the whole input.
@@ -315,6 +315,7 @@ class Method:
         takes_target: Whether it explains a target.
         signed: Whether its scores may be negative, which decides the palette of its maps.
         takes_samples: Whether it answers for several samples at once.
+        takes_probes: Whether random probes can estimate its scores.
     """
 
     name: str
@@ -323,6 +324,7 @@ class Method:
     takes_target: bool = False
     signed: bool = False
     takes_samples: bool = False
+    takes_probes: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -335,19 +337,12 @@ def unknown_bias(question: Question) -> Tensor:
 
 
 def method(
-    name: str, summary: str, *, takes_target: bool = False, signed: bool = False, takes_samples: bool = False
+    name: str, summary: str, **traits: bool
 ) -> Callable[[Callable[[Question], Scored]], Callable[[Question], Scored]]:
-    """Register a function from `Question` to `Scored` as a method."""
+    """Register a function from `Question` to `Scored` as a method; its traits are those of `Method`."""
 
     def register(compute: Callable[[Question], Scored]) -> Callable[[Question], Scored]:
-        METHODS[name] = Method(
-            name=name,
-            summary=summary,
-            compute=compute,
-            takes_target=takes_target,
-            signed=signed,
-            takes_samples=takes_samples,
-        )
+        METHODS[name] = Method(name=name, summary=summary, compute=compute, **traits)
         return compute
 
     return register
@@ -377,8 +372,11 @@ def check_question(
         raise MethodError(
             f"`{name}` takes no target; it explains the output state itself. Use `tensor.in_class` for a target."
         )
-    if name != "tensor.norm" and (norm != "frobenius" or probes is not None):
-        raise MethodError(f"`norm` and `probes` are options of `tensor.norm`; got one of them with `{name}`.")
+    if name != "tensor.norm" and norm != "frobenius":
+        raise MethodError(f"`norm` is an option of `tensor.norm`; got it with `{name}`.")
+    if probes is not None and not METHODS[name].takes_probes:
+        known = " and ".join(f"`{one.name}`" for one in METHODS.values() if one.takes_probes)
+        raise MethodError(f"`probes` is an option of {known}; got it with `{name}`.")
     if raw and not joins_norms(name):
         raise MethodError(f"`raw` is an option of rollouts and means of norms, such as rollout.w_attn; got `{name}`.")
     check_choice(norm, "norm", get_args(NormKind))

@@ -12,6 +12,7 @@ from torch import Tensor
 from tensorlens.errors import AnatomyError, InputError, MethodError
 from tensorlens.maps.methods import METHODS, Question, Scored, Weighed, method
 from tensorlens.maps.token_map import TokenMap
+from tensorlens.memory import in_parts
 from tensorlens.models.runner import run
 from tensorlens.operators.spectrum import frobenius_norms, probe_vectors, sketched_norms, spectral_norms
 from tensorlens.recording.recording import Recording, Span
@@ -20,8 +21,8 @@ from tensorlens.tolerances import TINY, in_float64, repeated
 BY_COMPLETENESS = "by completeness"
 """The note of a map whose bias share was inferred from completeness instead of measured."""
 
-TOKENS_TOGETHER = 2**14
-"""Tokens of all the inputs that are pushed together."""
+TOKENS_TOGETHER = 2**12
+"""Tokens of all the inputs that are pushed together; more are slower on a CPU and no faster on a GPU."""
 
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
@@ -150,42 +151,48 @@ def in_class_map(question: Question) -> Scored:
     return Scored(scores=found.scores, bias_share=share, by_row=by_row, chosen=chosen)
 
 
-@method("tensor.contribution", "Norm of each input's contribution to the output", takes_samples=True)
+@method("tensor.contribution", "Norm of each input's contribution to the output", takes_samples=True, takes_probes=True)
 def contribution_map(question: Question) -> Scored:
-    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token at j."""
+    r"""$\lVert T_{[i,:,j,:]} · X^0_{[j]} \rVert_2$: unlike the norm, it depends on the token at j.
+
+    One push per input, whatever the number of outputs. Probes take one pull each and output.
+    """
+    if question.probes is not None:
+        return _sketched(question, at=question.recording.states[question.operator.span.start])
     if question.is_batch:
         pushed = question.operator.push_each_token(question.out_tokens)
         ends = question.at_outputs(question.recording.states[-1])
         share = not_carried((pushed * ends[:, None]).sum(-1), _sizes(question))  # (row, in_token) before its sum
         return Scored(scores=pushed.norm(dim=-1), bias_share=share, notes={"bias": BY_COMPLETENESS})
     operator, x = question.operator, question.operator.input
-    parts = []
-    for some in torch.arange(len(x), device=x.device).split(max(1, TOKENS_TOGETHER // len(x))):
+
+    def push(some: Tensor) -> Tensor:
         alone = x.new_zeros(len(some), *x.shape)  # each token on its own
         alone[torch.arange(len(some)), some] = x[some]
-        parts.append(operator.apply(alone)[:, list(question.out_tokens)].norm(dim=-1))
+        return operator.apply(alone)[:, list(question.out_tokens)].norm(dim=-1)
+
+    parts = in_parts(torch.arange(len(x), device=x.device), max(1, TOKENS_TOGETHER // len(x)), push)
     return Scored(scores=torch.cat(parts).T, bias_share=_bias_share(question))
 
 
-@method("tensor.norm", "Norm of each D×D block of T: how strongly an input can move an output", takes_samples=True)
+@method(
+    "tensor.norm",
+    "Norm of each D×D block of T: how strongly an input can move an output",
+    takes_samples=True,
+    takes_probes=True,
+)
 def norm_map(question: Question) -> Scored:
     r"""$T^{Norm}_{i←j} = \lVert T_{[i,:,j,:]} \rVert$ (Eq. 21), exact or sketched by random probes.
 
     Convention: the paper writes $\lVert·\rVert_2$ of a D×D block, which may mean either norm. Frobenius is the default;
     Proposition 1 is about the spectral norm.
     """
-    notes: dict[str, Any] = {"norm": question.norm, "probes": question.probes}
     if question.probes is None:
-        scores = _exact_norms(question)
-        return Scored(scores=scores, bias_share=_bias_share(question), notes=notes)
+        notes = {"norm": question.norm, "probes": None}
+        return Scored(scores=_exact_norms(question), bias_share=_bias_share(question), notes=notes)
     if question.norm != "frobenius":
         raise MethodError("`probes` sketches the Frobenius norm; for the spectral norm leave `probes` out.")
-    notes["seed"] = question.seed
-    if question.is_batch:
-        return Scored(scores=_sketched(question), bias_share=_bias_share(question), notes=notes)
-    sketch = sketched_norms(question.operator, question.out_tokens, question.probes, question.seed)
-    notes["standard_error"] = sketch.standard_error.tolist()
-    return Scored(scores=sketch.norms, bias_share=_bias_share(question), notes=notes)
+    return _sketched(question, norm="frobenius")
 
 
 def _exact_norms(question: Question) -> Tensor:
@@ -197,16 +204,30 @@ def _exact_norms(question: Question) -> Tensor:
     return norms(question.operator, question.out_tokens)
 
 
-def _sketched(question: Question) -> Tensor:
+def _sketched(question: Question, at: Tensor | None = None, **notes: Any) -> Scored:
+    """Norms by random probes, of the blocks of T or of their products with an input (sample, token, channel)."""
+    n_probes, share = question.probes or 1, _bias_share(question)
+    notes |= {"probes": n_probes, "seed": question.seed}
+    if question.is_batch:
+        return Scored(scores=_sketched_together(question, n_probes, at), bias_share=share, notes=notes)
+    x = None if at is None else at[question.operator.sample]
+    sketch = sketched_norms(question.operator, question.out_tokens, n_probes, question.seed, x)
+    return Scored(
+        scores=sketch.norms, bias_share=share, notes=notes | {"standard_error": sketch.standard_error.tolist()}
+    )
+
+
+def _sketched_together(question: Question, n_probes: int, at: Tensor | None) -> Tensor:
     """One pull per probe, of all samples together."""
     end, x = question.recording.states[-1], question.recording.states[0]
-    probes = probe_vectors(question.probes or 1, end.shape[-1], question.seed, end.device, end.dtype)
+    probes = probe_vectors(n_probes, end.shape[-1], question.seed, end.device, end.dtype)
     squares = []
     for probe in probes:
         u = torch.zeros_like(end)
         for sample, i in zip(question.of, question.out_tokens, strict=True):
             u[sample, i] = probe
-        squares.append(question.operator.pull_samples(u).expand_as(x).square().sum(-1))
+        pulled = question.operator.pull_samples(u).expand_as(x)
+        squares.append(pulled.square().sum(-1) if at is None else (pulled * at).sum(-1).square())
     return torch.stack(squares).mean(0).sqrt()  # over probes: (sample, in_token)
 
 

@@ -230,18 +230,27 @@ def frobenius_norms(T: TensorOperator, out_tokens: Sequence[int]) -> TokenMatrix
     return _squares(T, out_tokens, units).sum(1).sqrt()
 
 
-def sketched_norms(T: TensorOperator, out_tokens: Sequence[int], n_probes: int = 16, seed: int = 0) -> Sketch:
+def sketched_norms(
+    T: TensorOperator,
+    out_tokens: Sequence[int],
+    n_probes: int = 16,
+    seed: int = 0,
+    at: Float[Tensor, "in_token in_channel"] | None = None,
+) -> Sketch:
     r"""$\lVert T_{ij} \rVert_F^2 = E\lVert g^\top T_{ij} \rVert^2$ for standard normal g, by the mean over probes.
+
+    With an input x, $\lVert T_{ij} x_j \rVert^2 = E(g^\top T_{ij} x_j)^2$.
 
     Args:
         T: The operator.
         out_tokens: The outputs.
         n_probes: How many probes for each output; the error falls with its square root.
         seed: Random seed for the probes.
+        at: The input x; None for the norms of the blocks themselves.
     """
     n_probes = check_whole(n_probes, "probes", 1)
     probes = probe_vectors(n_probes, T.shape[1], seed, T.device, T.dtype)
-    squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1))
+    squares = _squares(T, out_tokens, probes.expand(len(out_tokens), -1, -1), at)
     if n_probes == 1:
         return Sketch(squares[:, 0].sqrt(), torch.full_like(squares[:, 0], torch.nan))
     variance, mean = torch.var_mean(squares, 1)
@@ -256,24 +265,32 @@ def probe_vectors(n: int, n_channels: int, seed: int, device: torch.device, dtyp
 
 
 def _squares(
-    T: TensorOperator, out_tokens: Sequence[int], starts: Float[Tensor, "output cotangent out_channel"]
+    T: TensorOperator,
+    out_tokens: Sequence[int],
+    starts: Float[Tensor, "output cotangent out_channel"],
+    at: Tensor | None = None,
 ) -> Float[Tensor, "output cotangent in_token"]:
-    """Sums of squares over input channels of every cotangent, in float32 or better."""
+    """Squares of every pulled cotangent at every token, or of its products with x, in float32 or better."""
     dtype = torch.float32 if T.dtype.itemsize < 4 else T.dtype
     squares: Tensor | None = None
     for piece in T.pull_outputs(out_tokens, starts):
         if piece.is_all(len(out_tokens), starts.shape[1], T.n_tokens):
-            return _piece_squares(piece, dtype)
+            return _piece_squares(piece, dtype, at)
         if squares is None:
             squares = torch.zeros(len(out_tokens), starts.shape[1], T.n_tokens, dtype=dtype, device=T.device)
-        squares[slice(*piece.outputs), slice(*piece.cotangents), slice(*piece.tokens)] = _piece_squares(piece, dtype)
+        squares[slice(*piece.outputs), slice(*piece.cotangents), slice(*piece.tokens)] = _piece_squares(
+            piece, dtype, at
+        )
     assert squares is not None, "there is at least one output"
     return squares
 
 
-def _piece_squares(piece: Pulled, dtype: torch.dtype) -> Tensor:
+def _piece_squares(piece: Pulled, dtype: torch.dtype, at: Tensor | None) -> Tensor:
     # (token, output · cotangent) to (output, cotangent, token)
-    by_row = torch.linalg.vector_norm(piece.rows, dim=-1, dtype=dtype).square()
+    if at is None:
+        by_row = torch.linalg.vector_norm(piece.rows, dim=-1, dtype=dtype).square()
+    else:
+        by_row = (piece.rows.to(dtype) * at[slice(*piece.tokens), None].to(dtype)).sum(-1).square()
     return by_row.T.unflatten(0, (piece.outputs.size, piece.cotangents.size))
 
 
