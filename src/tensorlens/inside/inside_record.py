@@ -5,7 +5,8 @@ The amount that a head read from token j, summed over the tokens where it wrote:
     r_{h,j} = Σ_i A_{h,ij} ⟨λ_{h,i}, v_{h,j}⟩,   Σ_j r_{h,j} = e_h
 
 The strongest reading of a head is the pair of tokens with the largest $|A_{h,ij}⟨λ_{h,i}, v_{h,j}⟩|$: at i it
-attended to j, and what it read there moved the target most. The attention score of this look says why.
+attended to j, and what it read there moved the target most. The attention score of this look says why. A token that
+could attend to one token only, such as the first one of a causal model, had no choice and is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tensorlens.inside.graph import ComponentGraph, Growth, check_growth, page_w
 from tensorlens.inside.score import By, score_map
 from tensorlens.inside.stream import Component
 from tensorlens.inside.target import Explained, Pass
+from tensorlens.maps.groups import find_words
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.operators.attention_matrices import mixing
 from tensorlens.operators.operator import FrozenOperator
@@ -153,6 +155,7 @@ class Inside(Record, frozen=True, kw_only=True, tag="tensorlens.inside/2"):
         return {
             **self.graph.payload(),
             "title": self.headline,
+            "words": [[word.label, word.start, word.stop] for word in find_words(self.total.tokens, self.total.meta)],
             "components": {
                 "blocks": blocks,
                 "columns": columns,
@@ -221,9 +224,11 @@ def head_reads(run: Pass) -> list[HeadRead]:
             continue
         cotangent = run.cotangents(block.n)[mixture.slot].flatten(0, -3)  # (head, out_token, channel)
         by_pair = mixed.attention * torch.einsum("hic,hjc->hij", cotangent, mixed.values)  # (head, out_token, in_token)
-        for head, pairs in enumerate(by_pair.cpu()):
+        has_choice = (mixed.attention > 0).sum(-1, keepdim=True) > 1  # (head, out_token, 1)
+        looks = by_pair.abs() * (has_choice if has_choice.any() else 1)
+        for head, (pairs, sizes) in enumerate(zip(by_pair.cpu(), looks.cpu(), strict=True)):
             label = Component(block=block.n, kind="attention head", head=head)
-            i, j = divmod(int(pairs.abs().argmax()), pairs.shape[1])
+            i, j = divmod(int(sizes.argmax()), pairs.shape[1])
             look = Look(i, j, float(mixed.attention[head, i, j]))
             found.append(HeadRead(head=label, read=pairs.sum(0), look=look))
     return sorted(found, key=lambda one: (one.head.block, one.head.head))
