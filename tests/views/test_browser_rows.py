@@ -11,8 +11,10 @@ import io
 import numpy as np
 import pytest
 from playwright.sync_api import expect
+from tiny_language import tiny_lens
 from view_samples import background, eventually, map_view
 
+from tensorlens.views import page
 from tensorlens.views.record import PatchGrid
 
 pytestmark = pytest.mark.browser
@@ -45,7 +47,7 @@ def test_full_colour_is_the_strongest_patch_and_not_the_class_token(open_map):
     grid = PatchGrid(rows=1, columns=2, first=1)
     tab = open_map(map_view([[400.0, 4.0, 1.0]], grid=grid, image=picture()))
     strong = "canvas => canvas.getContext('2d').getImageData(0, 0, 1, 1).data[3]"
-    assert tab.locator("canvas.patches").evaluate(strong) == round(255 * 0.65)
+    assert tab.locator("canvas.patches").evaluate(strong) == round(255 * 0.9)
     expect(tab.locator(".side .ticks span").last).to_have_text("4.00")
 
 
@@ -95,6 +97,7 @@ def test_tokens_become_words_and_tokens_again(open_map):
     tab = open_map(map_view(np.arange(25.0).reshape(5, 5), labels=labels, words=words, set_aside=(2,)))
     tab.locator(".token").nth(3).click()
     tab.get_by_label("Whole words").check()
+    assert tab.locator("[data-tensorlens]").evaluate("host => host.shadowRoot.activeElement.ariaLabel") == "Whole words"
     assert tab.locator(".text.row .token").all_inner_texts() == ["The", " Eiffel", " Tower"]
     expect(tab.locator(".reading")).to_contain_text("“el” (3)")
     expect(tab.locator("section.aside .number")).to_have_text("51.0")
@@ -113,6 +116,19 @@ def test_one_signed_row_begins_in_words_with_the_sink_beside(open_map):
     assert tab.locator(".text.row .token").all_inner_texts() == list(labels)
     norms = open_map(map_view([[9.0, 1.0, 1.0, 2.0, 3.0]], labels=labels, words=words, signed=False))
     assert norms.locator(".text.row .token").all_inner_texts() == list(labels)
+
+
+def test_what_a_head_reads_is_a_whole_word(open_html):
+    found = tiny_lens()("the cat sat").inside(max_nodes=5, n_whys=0)
+    tab = open_html(page.inside_page(found.payload(), "inside"))
+    words = {"the": (0, 3), "cat": (3, 7), "sat": (7, 11)}
+    reads = {str(head): read for head, read in found.reads.items()}
+    lines = tab.locator(".ranked").filter(has_text="attention head").all_inner_texts()
+    assert len(lines) == min(10, len(reads))
+    for line in lines:
+        name, _, rest = line.partition(" reads “")
+        sums = {word: abs(float(reads[name][slice(*place)].sum())) for word, place in words.items()}
+        assert rest.partition("”")[0] == max(("cat", "sat"), key=lambda word, sums=sums: sums[word])  # not the first
 
 
 def test_the_sum_of_the_row_is_said(open_map):

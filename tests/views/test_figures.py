@@ -98,7 +98,7 @@ def test_patch_overlay_shows_the_picture_through_weak_patches():
     assert picture.get_array().shape == (1, 1, 3)
     assert patches.get_array().tolist() == [[0.0, 1.0], [2.0, 4.0]]
     alpha = patches.get_alpha()
-    assert alpha[0, 0] < alpha[1, 0] < alpha[1, 1] == 0.65, "full colour is the strongest patch, not the class token"
+    assert alpha[0, 0] < alpha[1, 0] < alpha[1, 1] == 0.9, "full colour is the strongest patch, not the class token"
 
 
 def test_patch_overlay_needs_patches():

@@ -106,7 +106,7 @@ def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDT
     return figure
 
 
-def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH, opacity: float = 0.65) -> Figure:
+def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH, opacity: float = 0.9) -> Figure:
     """The picture with its patches coloured by their score for one output; without a picture, the patches alone."""
     row = _row(view, out_token)
     grid = view.grid
@@ -333,9 +333,9 @@ def _thin_frame(axes: Axes) -> None:
 
 
 def _muted(picture: np.ndarray) -> np.ndarray:
-    """The picture with little colour and contrast, so that an overlay can be seen."""
-    grey = picture.mean(axis=2, keepdims=True)
-    return (0.2 * picture + 0.8 * (0.5 * grey + 125)).clip(0, 255).astype(np.uint8)
+    """The picture without colour and nearly white, so that an overlay can be seen."""
+    grey = picture.mean(axis=2, keepdims=True).repeat(3, axis=2)
+    return (0.4 * grey + 0.6 * 255).astype(np.uint8)
 
 
 def _picture(image: str) -> np.ndarray:

@@ -127,7 +127,7 @@ def _matrix(view: MapView) -> RenderableType:
     note = Text(f"Each cell is 100 × score ÷ {view.limit:.3g}, the largest score by size.", style="dim")
     if view.aside:
         names = ", ".join(_label(view.in_tokens[j], _LABEL_WIDTH).strip() for j in view.aside)
-        note.append(f"\nSet aside, in the sum but not in the colours: {names}.")
+        note.append(f"\nSet aside, not in the colours: {names}.")
     return Padding(Group(table, Text(), note), (1, 0), expand=False)
 
 

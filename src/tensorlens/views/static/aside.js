@@ -5,7 +5,7 @@ class Aside {
     this.lens = lens;
     this.columns = lens.data.setAside.length ? lens.data.setAside : [0];
     this.list = element("ol", { class: "ranking" });
-    const title = element("h3", { text: "In the sum, not in the colours" });
+    const title = element("h3", { text: lens.data.sums.length ? "In the sum, not in the colours" : "Not in the colours" });
     this.node = element("section", { class: "aside", hidden: "" }, [title, this.list]);
     this.control = this.buildSwitch();
   }

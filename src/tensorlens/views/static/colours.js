@@ -1,6 +1,7 @@
 // Colours of scores. A share is a score divided by the limit of the scale: −1 … 1 when signed, 0 … 1 otherwise.
 
 const STEPS = 512;
+const WARM = { light: "Red", dark: "Orange" };
 
 function channels(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));

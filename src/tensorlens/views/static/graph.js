@@ -19,7 +19,8 @@ class GraphView {
     this.list = element("ul", { class: "edges" });
     const tools = element("div", { class: "graph-tools" }, [fit, element("label", {}, ["edges ", this.slider]), this.share]);
     const across = tokens.length > 1 ? "Tokens run from left to right, " : "The parts of a block stand side by side, ";
-    const legend = element("p", { class: "tip", text: "Red raises the target, blue lowers it; wide edges and large nodes carry more. " + across + "blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others. Click a node to see what it received and passed on." });
+    this.legend = element("span", { text: "Red" });
+    const legend = element("p", { class: "tip" }, [this.legend, " raises the target, blue lowers it; wide edges and large nodes carry more. " + across + "blocks from bottom to top: 2.1 is head 1 of block 2, ff a feed-forward. The strongest nodes are labelled; point at the others. Click a node to see what it received and passed on."]);
     this.node = element("section", { class: "graph-part" }, [element("h3", { text: `Graph: components${tokens.length > 1 ? " at tokens" : ""}, and what they pass to each other` }), tools, legend, this.canvas, this.list]);
     this.sink = this.findSink();
     this.isAside = this.sink !== null;
@@ -193,6 +194,7 @@ class GraphView {
 
   reshade(shade) {
     this.shade = shade;
+    this.legend.textContent = WARM[shade];
     this.draw();
   }
 

@@ -1,6 +1,8 @@
 // The inside of a model at one input: block × head, the flow over depth and tokens, and the graph.
 
-const MOST_RANKED = 12;
+const MOST_HEADS = 10;
+const MOST_OTHERS = 5;
+const isHead = (column) => /^\d+$/.test(column);
 
 class Inside {
   constructor(host, data) {
@@ -33,25 +35,30 @@ class Inside {
     if (data.components) this.choose(this.strongest());
   }
 
-  // The strongest heads and feed-forwards, each with its effect in words.
+  // The strongest heads, then the strongest of the others, each with its effect in words.
   buildRanking() {
-    const { total, details } = this.data.components;
+    const { total, details, columns } = this.data.components;
     const all = total.flatMap((line, row) => line.map((score, column) => ({ row, column, score, one: details[row]?.[column] })));
-    const best = all.filter(({ score }) => score).sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, MOST_RANKED);
-    const lines = best.map(({ row, column, score, one }) => {
-      const act = element("button", { type: "button", class: "ranked", text: this.inWords(row, column, score, one) });
-      act.addEventListener("click", () => this.choose([row, column]));
-      return element("li", {}, [act]);
-    });
-    return element("section", { class: "figure ranked-list" }, [element("h3", { text: "Strongest components, over all tokens" }), element("ol", {}, lines)]);
+    const list = (title, most, some) => {
+      const best = some.filter(({ score }) => score).sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, most);
+      const lines = best.map(({ row, column, score, one }) => {
+        const act = element("button", { type: "button", class: "ranked", text: this.inWords(row, column, score, one) });
+        act.addEventListener("click", () => this.choose([row, column]));
+        return element("li", {}, [act]);
+      });
+      return lines.length ? [element("h3", { text: title }), element("ol", {}, lines)] : [];
+    };
+    const heads = all.filter(({ column }) => isHead(columns[column]));
+    const others = all.filter(({ column }) => !isHead(columns[column]));
+    return element("section", { class: "figure ranked-list" }, [...list("Strongest heads, over all tokens", MOST_HEADS, heads), ...list(heads.length ? "Strongest of the others" : "Strongest components", MOST_OTHERS, others)]);
   }
 
   // “block 9, attention head 3 reads “John”, writes “ Mary” up 0.80”; the first token, a likely sink, only if nothing else is read.
   inWords(row, column, score, one) {
-    const at = (scores, from) => scores.reduce((best, value, j) => (j >= from && Math.abs(value) > Math.abs(scores[best] ?? 0) ? j : best), from);
-    const strongest = (scores) => (scores.slice(1).some((value) => value) ? at(scores, 1) : 0);
-    const name = (token) => `“${visible(this.data.tokens[token]).trim()}”`;
-    const reads = one?.read ? ` reads ${name(strongest(one.read))},` : "";
+    const words = one?.read ? this.data.words.map(([label, start, stop]) => ({ label, start, sum: one.read.slice(start, stop).reduce((sum, value) => sum + value, 0) })) : [];
+    const strongest = (some) => some.reduce((best, word) => (Math.abs(word.sum) > Math.abs(best.sum) ? word : best));
+    const others = words.filter(({ start, sum }) => start > 0 && sum);
+    const reads = words.length ? ` reads “${visible(strongest(others.length ? others : words).label).trim()}”,` : "";
     const size = formatNumber(Math.abs(score), false);
     return `${this.label(row, column)}${reads} moves “${visible(this.data.target).replace(/\s+/g, " ").trim()}” ${score < 0 ? "down" : "up"} ${size}`;
   }
@@ -80,7 +87,8 @@ class Inside {
       const score = formatNumber(flow[row][column], true);
       this.tip.textContent = `Entering block ${row}, token ${column} ${visible(this.data.tokens[column])}: carries ${score}`;
     };
-    return element("section", { class: "figure wide" }, [element("h3", { text: "Contribution of each token, by depth" }), canvas]);
+    this.flowScale = element("p", { class: "scales" });
+    return element("section", { class: "figure wide" }, [element("h3", { text: "Contribution of each token, by depth" }), canvas, this.flowScale]);
   }
 
   cells() {
@@ -94,16 +102,15 @@ class Inside {
 
   label(row, column) {
     const { blocks, columns } = this.data.components;
-    return `block ${blocks[row]}, ${/^\d+$/.test(columns[column]) ? `attention head ${columns[column]}` : columns[column]}`;
+    return `block ${blocks[row]}, ${isHead(columns[column]) ? `attention head ${columns[column]}` : columns[column]}`;
   }
 
   // The strongest head, since heads have readings; without heads, the strongest component.
   strongest() {
     let best = [0, 0];
     const { total: cells, columns } = this.data.components;
-    const isHead = columns.map((name) => /^\d+$/.test(name));
     cells.forEach((line, row) => line.forEach((score, column) => {
-      if (isHead.includes(true) && !isHead[column]) return;
+      if (columns.some(isHead) && !isHead(columns[column])) return;
       if (Math.abs(score ?? 0) > Math.abs(cells[best[0]][best[1]] ?? 0)) best = [row, column];
     }));
     return best;
@@ -197,22 +204,22 @@ class Inside {
     this.graph?.reshade(this.shade);
   }
 
-  // Heads and the others have a colour bar each: a feed-forward is often many times as strong as a head.
-  showScales() {
-    const colours = new Colours(true, this.shade);
-    this.scales.replaceChildren(...this.heads.limits.filter(([, limit]) => limit).flatMap(([isHead, limit]) => {
-      const bar = element("i", { class: "scale", role: "img", "aria-label": `Colours from ${formatNumber(-limit, true)} to ${formatNumber(limit, true)}` });
-      bar.style.background = colours.gradient();
-      return [element("span", {}, [`${isHead ? "heads" : "feed-forwards"} ${formatNumber(-limit, true)} `, bar, ` ${formatNumber(limit, true)}`])];
-    }));
-  }
-
+  // Heads and the others have a scale each: a feed-forward is often many times as strong as a head.
   paint() {
     if (!this.data.components) return;
-    this.heads.draw(this.cells(), this.shade, 0, this.data.components.columns.map((name) => /^\d+$/.test(name)));
-    this.showScales();
+    this.heads.draw(this.cells(), this.shade, 0, this.data.components.columns.map(isHead));
+    this.scales.replaceChildren(...this.heads.limits.filter(([, limit]) => limit).map(([ofHeads, limit]) => scaleOf(ofHeads ? "heads" : "feed-forwards", limit, this.shade)));
     this.flow.draw(this.data.components.flow, this.shade);
+    this.flowScale.replaceChildren(scaleOf("", this.flow.limits[0][1], this.shade));
   }
+}
+
+// A colour bar with its ends.
+function scaleOf(name, limit, shade) {
+  const ends = [-limit, limit].map((end) => formatNumber(end, true));
+  const bar = element("i", { class: "scale", role: "img", "aria-label": `Colours from ${ends.join(" to ")}` });
+  bar.style.background = new Colours(true, shade).gradient();
+  return element("span", {}, [`${name} ${ends[0]} `, bar, ` ${ends[1]}`]);
 }
 
 // The strongest pair with a name on both sides; unnamed sums of many weak pairs may be larger.

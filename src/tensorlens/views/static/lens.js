@@ -232,8 +232,7 @@ class MapLens {
 
   // Below a question, the meaning of the colours; otherwise their output.
   readingOf(i) {
-    const isDark = this.shade === "dark";
-    if (this.isQuestion && this.nOut === 1) return [this.isSigned ? `${isDark ? "Orange" : "Red"} supports it, blue works against it` : `The ${isDark ? "lighter" : "darker"}, the more it contributes`];
+    if (this.isQuestion && this.nOut === 1) return [this.isSigned ? `${WARM[this.shade]} supports it, blue works against it` : "The stronger the colour, the more it contributes"];
     return ["What makes the output ", element("bdi", { text: `“${shorten(visible(this.data.outTokens[i]), 40)}”` }), ` (${this.position(i)})`];
   }
 

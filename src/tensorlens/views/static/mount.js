@@ -5,12 +5,14 @@ function mount(host, data, source = null) {
   if (source === null) return mount(host, beginsInWords(data) ? inWords(data) : data, data);
   const root = host.shadowRoot ?? host.attachShadow({ mode: "open" });
   host.tensorlens?.gone.abort();
+  const focused = root.activeElement?.getAttribute("aria-label"); // the switch that was used
   const lens = new MapLens(host, data, source);
   host.tensorlens = lens;
   root.replaceChildren(element("style", { text: STYLE }), lens.node);
   lens.applyShade();
   lens.layout();
   if (lens.texts) lens.mark(true);
+  if (focused) lens.node.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
   new ResizeObserver(() => lens.layout()).observe(lens.node);
   // Keys pressed in the map are not the notebook's: twice 0 would restart the kernel of JupyterLab.
   host.dataset.lmSuppressShortcuts = "true";

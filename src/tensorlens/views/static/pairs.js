@@ -31,7 +31,7 @@ class Pairs {
     this.grid = new Grid(canvas, { rows: data.rows.map((name) => shorten(visible(name), 14)), columns: data.columns.map(visible), isSlanted: true, left });
     this.grid.onPoint = (row, column) => (this.tip.textContent = this.pairText(row, column));
     this.grid.onPick = (row, column) => this.pick(row < data.rows.length - 1 ? [0, row] : column < data.columns.length - 1 ? [1, column] : null);
-    const matrix = element("section", { class: "figure" }, [element("h3", { text: "Every pair: first text down, second across" }), canvas]);
+    const matrix = element("section", { class: "figure" }, [element("h3", { text: "Every pair: first text down, second across" }), canvas, (this.scale = element("p", { class: "scales" }))]);
     const list = element("section", {}, [element("h3", { text: "Strongest pairs" }), this.partners]);
     const texts = element("div", { class: "texts" }, this.sides.map((side) => side.node));
     const style = element("style", { text: STYLE + PAIRS_STYLE });
@@ -90,9 +90,10 @@ class Pairs {
     this.list(place);
     this.grid.mark = place && (place[0] ? [this.best(place), place[1]] : [place[1], this.best(place)]);
     this.grid.draw(this.data.cells, this.shade, this.limit);
+    this.scale.replaceChildren(scaleOf("", this.limit, this.shade));
     this.tip.textContent = place
       ? `“${this.name(...place)}” contributes ${formatNumber(sums[place[0]][place[1]], true)} over all tokens of the other side.${this.pinned ? "" : " Click to keep it."}`
-      : "Colours: the contribution of each token, over all tokens of the other side. Point at one to see its partners; click to keep it.";
+      : `${WARM[this.shade]} makes them similar, blue less so: the contribution of each token, over all tokens of the other side. Point at one to see its partners; click to keep it.`;
   }
 
   name(axis, k) {

@@ -17,7 +17,7 @@ class PatchOverlay {
     const picture = lens.data.image ? [element("img", { src: lens.data.image, alt: "The input picture", draggable: "false" })] : [];
     const stage = element("div", { class: "stage" }, [...picture, this.canvas, this.frame]);
     if (!picture.length) stage.style.aspectRatio = `${this.grid.columns} / ${this.grid.rows}`;
-    this.slider = element("input", { type: "range", min: "0", max: "100", value: "65", "aria-label": "Opacity of the overlay" });
+    this.slider = element("input", { type: "range", min: "0", max: "100", value: "90", "aria-label": "Opacity of the overlay" });
     const control = element("label", { class: "control" }, [element("span", { text: "Overlay" }), this.slider]);
     this.node = element("div", { class: "picture" }, picture.length ? [stage, control] : [stage]);
     this.listen();
