@@ -23,7 +23,7 @@ def long_map(n_tokens: int) -> tl.TokenMap:
 def mapped(tab, panel: int = 0):
     """Wait until a map with its verdict is there, and give its panel."""
     node = tab.locator(".panel").nth(panel)
-    node.locator(".progress").wait_for(state="hidden")
+    node.locator(".progress").first.wait_for(state="hidden")
     node.locator(".verdict", has_text=re.compile("Certified|Not derived")).wait_for()
     return node
 

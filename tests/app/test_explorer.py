@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import zlib
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from explorer_samples import HOST, SENTENCE, events, library, load, make_client, png
 from msgspec.structs import replace
+from PIL import Image
 from tiny_study import tokenizer as wrapped_tokenizer
 from zoo import build
 
@@ -446,6 +449,22 @@ def test_a_picture_without_a_head_is_asked_about_its_class_token():
         found = events(ask(client, model="dinov2", text=None, image=image, method=None))
     told = next(event for event in found if event["type"] == "input")
     assert told["method"] == "tensor.contribution" and not told["every"] and told["out_token"] == 0
+
+
+def test_an_estimate_comes_before_a_map_that_takes_long(monkeypatch):
+    monkeypatch.setattr("tensorlens.app.explorer.answers.MANY_INPUTS", 2)
+    with make_client(library("dinov2")) as client:
+        image = client.post("/api/images", content=png()).json()["image"]
+        found = events(ask(client, model="dinov2", text=None, image=image, method=None))
+        lens = client.app.state.explorer.library.opened["dinov2"]
+        kept = kept_map(client, found[-1])
+    by_kind = {event["type"]: event for event in found}
+    note = dict(map(tuple, by_kind["preview"]["map"]["caption"]))["Note"]
+    assert note == "An estimate from 16 random probes, each score within about 18 %; the exact map follows."
+    estimate, exact = (base64.b64decode(by_kind[kind]["map"]["scores"]["data"]) for kind in ("preview", "map"))
+    assert estimate != exact and "probes" not in kept.meta
+    exactly = lens(Image.open(io.BytesIO(png()))).map("tensor.contribution", 0)
+    assert torch.allclose(kept.scores, exactly.scores, rtol=1e-9)
 
 
 def test_a_map_is_there_before_its_certificate(client, monkeypatch):

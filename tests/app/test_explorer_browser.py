@@ -262,7 +262,7 @@ def test_cancel_stops_the_work(open_tab, browser):
         try:
             while True:
                 job.check()
-                job.tell("progress", stage="Computing", done=1, total=4)
+                job.tell("progress", stage="Computing", part=0.25)
                 time.sleep(0.02)
         finally:
             stopped.set()
@@ -271,12 +271,13 @@ def test_cancel_stops_the_work(open_tab, browser):
         explorer.answers.map = endless
         tab = browser.new_page()
         tab.goto(address)
-        tab.get_by_text("Computing 1 of 4").wait_for()
+        expect(tab.get_by_role("status").filter(has_text="Computing")).to_have_text("Computing")  # read aloud once
+        expect(tab.locator(".ask .left")).to_have_text(re.compile(r"^25 %, about \d+ s left$"))
         assert started.is_set() and not stopped.is_set()
         tab.get_by_role("button", name="Stop the work").click()
         assert stopped.wait(5)
-        assert tab.locator(".progress").is_hidden()
-        assert tab.locator(".error").is_hidden()
+        assert tab.locator(".ask .progress").is_hidden()
+        assert tab.locator(".error").first.is_hidden()
         tab.close()
 
 
@@ -302,11 +303,12 @@ def test_a_circuit_between_two_texts(open_tab):
     tab.get_by_role("button", name="Find the circuit").click()
     expect(tab.locator(".recovered caption")).to_contain_text(re.compile(r"CPR -?[\d.]+, CMD [\d.]+"))
     rows = tab.locator(".recovered tr")
-    assert rows.count() == 6 and rows.last.inner_text().split() == ["100.0", "%", "100.0", "%"]
+    assert rows.count() == 7 and rows.first.inner_text().split() == ["edges", "recovered"]
+    assert rows.last.inner_text().split() == ["100.0", "%", "100.0", "%"]
     expect(tab.locator(".inside-host .graph-tools .size")).to_contain_text("edges")
     tab.get_by_label("Another text").fill("The dog")
     tab.get_by_role("button", name="Find the circuit").click()
-    expect(tab.locator(".inside .problem")).to_contain_text("same length")
+    expect(tab.locator(".card.inside .error")).to_contain_text(["", "same length"])
 
 
 def test_predictions_after_another_text_are_dimmed_and_how_a_target_was_read_is_said(open_tab):
@@ -319,7 +321,7 @@ def test_predictions_after_another_text_are_dimmed_and_how_a_target_was_read_is_
     assert chips.evaluate(faded)
     place = panel.locator(".host").bounding_box()
     tab.get_by_role("button", name="Map", exact=True).click()
-    panel.locator(".progress").wait_for()
+    panel.locator(".ask .progress").wait_for()
     assert panel.locator(".host").bounding_box()["y"] <= place["y"]  # nothing moves down to say how far the work is
     mapped(tab)
     assert not chips.evaluate(faded)
@@ -332,16 +334,127 @@ def test_look_inside_says_in_words_what_heads_do(open_tab):
     tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
     mapped(tab)
     tab.get_by_role("button", name="Look inside").click()
-    expect(tab.locator(".card.inside .stage")).to_have_text(re.compile(" …$"))
-    expect(tab.locator(".progress")).to_be_hidden()  # where the click was, and only there
-    ranked = tab.locator(".inside-host .ranked")
-    expect(ranked.first).to_contain_text(re.compile(r"block \d+, .* moves “.+” (up|down) [\d.]+"))
-    assert ranked.count() == 12 and tab.locator(".inside-host .scale").count() == 2
-    head = ranked.filter(has_text="attention head").first
-    name = head.inner_text().partition(" reads")[0]
-    head.click()
+    heads, others = (tab.locator(".inside-host .ranked-list ol").nth(k).locator("li") for k in (0, 1))
+    heads.first.wait_for()
+    assert heads.count() == 10 and others.count() == 3
+    assert tab.locator(".inside-host .scale").count() == 3  # heads, feed-forwards, flow
+    for line in heads.all_inner_texts():
+        found = re.fullmatch(r"block \d+, attention head \d+ reads “(.+)”, moves “.+” (up|down) [\d.]+", line)
+        assert found and found[1] in SENTENCE.split()
+    assert not any("reads" in line for line in others.all_inner_texts())
+    name = heads.first.inner_text().partition(" reads")[0]
+    heads.first.get_by_role("button").click()
     expect(tab.locator(".inside-host .about h3")).to_have_text(name)
     before = tab.locator(".graph-tools .size").inner_text()
     tab.get_by_label("Number of edges drawn").fill("1")
     expect(tab.locator(".graph-tools .size")).to_contain_text("1 of ")
     assert tab.locator(".graph-tools .size").inner_text() != before
+
+
+def test_work_on_the_inside_is_told_below_its_button_and_can_be_stopped(open_tab, browser):
+    stopped = threading.Event()
+
+    def endless(job, ask):
+        try:
+            while True:
+                job.check()
+                job.tell("progress", stage="Scoring every edge")
+                time.sleep(0.02)
+        finally:
+            stopped.set()
+
+    with serving(library("gpt2")) as (address, explorer):
+        explorer.answers.circuit = explorer.answers.inside = endless
+        tab = browser.new_page()
+        tab.goto(address)
+        mapped(tab)
+        for opener, other in (("Find the circuit", "Look inside"), ("Look inside", "Find the circuit")):
+            tab.get_by_label("Another text").fill("The dog")
+            tab.get_by_role("button", name=opener).click()
+            told = tab.get_by_role("status").filter(has_text="Scoring every edge")
+            gap = told.bounding_box()["y"] - tab.get_by_role("button", name=opener).bounding_box()["y"]
+            assert 0 < gap < 80 and tab.get_by_role("button", name=other).is_visible()
+            stopped.clear()
+            tab.get_by_role("button", name="Stop the work").click()
+            assert stopped.wait(5)
+            told.wait_for(state="hidden")
+        tab.get_by_role("button", name="Look inside").click()
+        told.wait_for()
+        stopped.clear()
+        tab.get_by_label("Text", exact=True).press("Enter")  # a new question does not wait for it
+        assert stopped.wait(5)
+        tab.close()
+
+
+def test_everything_can_be_done_with_the_keyboard_and_is_read_aloud(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat+on+the+mat")
+    panel = mapped(tab)
+    tab.get_by_label("Text", exact=True).focus()
+    for name in ("Map", "Choose a picture", "Model", "the output state"):  # the order of what is seen
+        tab.keyboard.press("Tab")
+        assert focused(tab).startswith(name)
+    tab.keyboard.press("Tab")
+    tab.keyboard.press("Tab")
+    chosen = focused(tab)
+    name = tab.locator(":focus bdi").inner_text()
+    tab.keyboard.press("Enter")
+    expect(panel.locator(".result > .live")).to_have_text(re.compile(f"^Why “{re.escape(name)}”"))
+    mapped(tab)
+    assert focused(tab) == chosen
+    before = panel.locator(".text.row [aria-selected=true]").inner_text()
+    tab.get_by_role("listbox", name="Inputs").focus()
+    tab.keyboard.press("ArrowLeft")
+    tab.keyboard.press("ArrowLeft")
+    expect(panel.locator(".text.row [aria-selected=true]")).not_to_have_text(before)
+    tab.locator(".head-box summary").focus()
+    tab.keyboard.press("Enter")
+    for name in ("Keep all heads", "Leave all heads out", "All heads of block 0", "Block 0, head 0"):
+        tab.keyboard.press("Tab")
+        assert focused(tab) == name
+    tab.keyboard.press("Enter")
+    expect(panel.locator(".head-box summary")).to_contain_text("1 left out")
+    mapped(tab)
+    assert focused(tab) == "Block 0, head 0"
+    tab.keyboard.press("Escape")
+    tab.get_by_role("button", name="Look inside").focus()
+    tab.keyboard.press("Enter")
+    panel.locator(".ranked").first.wait_for()
+    tab.keyboard.press("Tab")  # the button is gone; its answer has the focus
+    assert focused(tab).startswith("block ")
+    tab.keyboard.press("Tab")
+    name = focused(tab).partition(" reads")[0]
+    tab.keyboard.press("Enter")
+    expect(tab.locator(".about h3")).to_have_text(name)
+    unnamed = """node => [...node.querySelectorAll('button, input, select, textarea, [tabindex="0"]')]
+        .filter((it) => !(it.ariaLabel || it.labels?.length || it.textContent.trim())).map((it) => it.outerHTML)"""
+    assert panel.evaluate(unnamed) == []
+    assert panel.locator(".host").evaluate(f"node => ({unnamed})(node.shadowRoot)") == []
+    assert panel.locator(".inside-host").first.evaluate(f"node => ({unnamed})(node.shadowRoot)") == []
+
+
+def focused(tab) -> str:
+    """The name of the control that has the focus."""
+    return tab.evaluate("""() => {
+        let node = document.activeElement;
+        while (node.shadowRoot?.activeElement) node = node.shadowRoot.activeElement;
+        return node.ariaLabel ?? node.textContent;
+    }""")
+
+
+def test_the_difference_of_two_maps_is_right_below_them(open_tab):
+    tab = open_tab("#model=gpt2&text=The+cat+sat&and&model=gpt2&text=The+cat+sat&rules=attn_lrp")
+    for panel in (0, 1):
+        tab.locator(".verdict").nth(panel).filter(has_text="Certified").wait_for()
+    maps = [tab.locator(".panel > .result").nth(k).bounding_box() for k in (0, 1)]
+    difference, inside = (tab.locator(css).first.bounding_box() for css in (".difference", ".card.inside"))
+    assert maps[0]["y"] == maps[1]["y"] and maps[0]["x"] < maps[1]["x"]
+    assert max(one["y"] + one["height"] for one in maps) <= difference["y"] < inside["y"]
+
+
+def test_a_link_to_a_picture_shows_it(open_tab):
+    tab = open_tab()
+    tab.get_by_label("Choose a picture").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": png()})
+    tab.locator("canvas.patches").wait_for()
+    other = open_tab(tab.url[tab.url.index("#") :])
+    other.locator("canvas.patches").wait_for()
+    assert other.get_by_alt_text("The picture to explain").evaluate("image => image.complete && image.naturalWidth > 0")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -63,6 +65,38 @@ def test_time_is_limited():
         response = client.post("/api/map", json={"model": "gpt2", "text": SENTENCE})
     event = json.loads(response.text.splitlines()[-1])
     assert event["type"] == "error" and "longer than 0 s" in event["message"]
+
+
+def test_a_question_that_waits_says_what_for():
+    release = threading.Event()
+
+    def slow(job, ask):
+        job.tell("progress", stage="Loading gpt2")
+        return release.wait(30) and {"type": "done"}
+
+    with serving(library("gpt2")) as (address, explorer), ThreadPoolExecutor(1) as pool:
+        explorer.answers.map = slow
+        first = pool.submit(post_question, address)
+        while explorer.worker.stage != "Loading gpt2":
+            time.sleep(0.01)
+        with closing(http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)) as connection:
+            connection.request("POST", "/api/map", json.dumps({"model": "gpt2", "text": SENTENCE}))
+            response = connection.getresponse()
+            assert json.loads(response.readline()) == {"type": "waiting", "stage": "Loading gpt2"}
+            release.set()
+            assert json.loads(response.read().splitlines()[-1])["type"] == "done"
+        assert first.result()[0] == 200
+
+
+def test_a_part_that_is_done_is_told_with_its_stage():
+    def work(job):
+        job.tell("progress", stage="Computing")
+        check_cancelled(0.5)
+        return {"type": "done"}
+
+    job = Job(work, seconds=60.0)
+    job.run()
+    assert job.news() == [{"type": "progress", "stage": "Computing", "part": 0.5}, {"type": "done"}]
 
 
 def test_unread_news_of_a_kind_is_replaced():

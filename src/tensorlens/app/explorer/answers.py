@@ -35,11 +35,13 @@ from tensorlens.errors import InputError
 from tensorlens.inside.circuit import circuit
 from tensorlens.inside.inside_record import Why
 from tensorlens.lens import Lens
+from tensorlens.maps.methods import METHODS
 from tensorlens.maps.targets import MapQuestion, Target, default_output, has_one_row, has_predictions
 from tensorlens.maps.token_map import TokenMap
 from tensorlens.models.inputs import ModelInput
 from tensorlens.models.texts import tokenizer_of
 from tensorlens.pairs.similarity import similarity
+from tensorlens.progress import cancelled_by
 from tensorlens.recommendations import recommended
 from tensorlens.tensor import AttentionTensor
 from tensorlens.views.captions import caption_lines, is_by_output, is_of_tensor
@@ -78,7 +80,7 @@ class Answers:
     def add(self, job: Job, ask: OpenAsk) -> Event:
         """Load a model that was not named at start."""
         if ask.model not in self.library.names:
-            job.tell("progress", stage=f"Loading {ask.model}", done=None)
+            job.tell("progress", stage=f"Loading {ask.model}")
             self.library.add(ask.model)
         return self.open(job, ask)
 
@@ -104,7 +106,7 @@ class Answers:
         is_kept, key = self.said.get(ask.said) is not None, ask.digest
         found = self._answer(job, ask)
         job.tell("said", text=found.text)
-        job.tell("progress", stage="Tracing it back", done=None)
+        job.tell("progress", stage="Tracing it back")
         rows = ask.rows if ask.against is None else "answer"
         made = self.results.get(key) or found.map(ask.groups, rows, against=ask.against)
         job.tell("map", map=payload(self._keep(key, made).view()), result=key)
@@ -114,7 +116,7 @@ class Answers:
     def similar(self, job: Job, ask: SimilarAsk) -> Event:
         """The pair map of two texts, or of three."""
         lens = self._lens(job, ask.model)
-        job.tell("progress", stage="One model pass for each text", done=None)
+        job.tell("progress", stage="One model pass for each text")
         first, second, third = (
             None if text is None else _as_text(lens, text, self.limits) for text in (ask.first, ask.second, ask.against)
         )
@@ -124,19 +126,19 @@ class Answers:
     def inside(self, job: Job, ask: Ask) -> Event:
         """Heads, flow and graph for what a map is about."""
         T, place, target = self._looked_at(job, ask)
-        job.tell("progress", stage="Looking inside", done=None)
+        job.tell("progress", stage="Looking inside")
         return {"type": "done", "inside": T.inside(place, target, max_nodes=INSIDE_NODES, n_whys=0).payload()}
 
     def ablate(self, job: Job, ask: AblateAsk) -> Event:
         """The model without a component: T's prediction, and the model's result."""
         T, place, target = self._looked_at(job, ask)
-        job.tell("progress", stage=f"Running the model without {ask.component}", done=None)
+        job.tell("progress", stage=f"Running the model without {ask.component}")
         return {"type": "done", "ablation": T.ablate(ask.component, place, target).as_dict()}
 
     def why(self, job: Job, ask: WhyAsk) -> Event:
         """Why a head attended there: its score over pairs of tokens and of components."""
         (T, _, _), place = self._looked_at(job, ask), (ask.block, ask.head, ask.query, ask.key)
-        job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}", done=None)
+        job.tell("progress", stage=f"Decomposing the score of head {ask.head} in block {ask.block}")
         return {"type": "done", "why": Why(T.score(*place), T.score(*place, by="component")).payload()}
 
     def circuit(self, job: Job, ask: CircuitAsk) -> Event:
@@ -144,9 +146,9 @@ class Answers:
         T, place, target = self._looked_at(job, ask)
         lens = self._lens(job, ask.model).with_rules(T.operator.recording.rules)
         clean, corrupted = (_as_text(lens, text, self.limits) for text in (ask.text or "", ask.corrupted))
-        job.tell("progress", stage="Scoring every edge", done=None)
+        job.tell("progress", stage="Scoring every edge")
         found = circuit(lens, clean, corrupted, target, out_token=place, progress=False)
-        job.tell("progress", stage="Running the model with everything else corrupted", done=None)
+        job.tell("progress", stage="Running the model with everything else corrupted")
         f = found.faithfulness(CIRCUIT_SHARES, progress=False)
         drawn = found.select(share=CIRCUIT_SHARES[0]).graph().payload()
         return {"type": "done", "inside": drawn, "curve": f.curve, "cpr": f.cpr, "cmd": f.cmd, "size": f.size}
@@ -165,7 +167,7 @@ class Answers:
         """The map with the certificate of its tensor, kept in its place."""
         if found.meta.get("certificate"):
             return found
-        job.tell("progress", stage="Measuring the certificate", done=None)
+        job.tell("progress", stage="Measuring the certificate")
         said = {"certificate": T.certificate().verdict}
         return self._keep(key, msgspec.structs.replace(found, meta=found.meta | said))
 
@@ -177,7 +179,7 @@ class Answers:
     def _lens(self, job: Job, name: str) -> Lens:
         """The lens of a model, loaded if it is not there yet."""
         if name not in self.library.opened:
-            job.tell("progress", stage=f"Loading {name}", done=None)
+            job.tell("progress", stage=f"Loading {name}")
         return self.library.lens(name)
 
     def _parts(self, job: Job, ask: Ask, question: str) -> tuple[Parts, bool]:
@@ -188,7 +190,7 @@ class Answers:
         if kept is not None:
             return kept, True
         lens = self._lens(job, ask.model)
-        job.tell("progress", stage="Model pass", done=None)
+        job.tell("progress", stage="Model pass")
         picture = self.images.get(ask.image or "")
         if ask.text is None and picture is None:
             raise InputError("That image has expired. Please upload it again.")
@@ -206,7 +208,7 @@ class Answers:
             lens = self._lens(job, ask.model).with_rules(ask.rules or recommended("passage").rules)
             _tokens(lens, ask.prompt, self.limits)
             prompt: Any = [{"role": "user", "content": ask.prompt}] if ask.is_chat else ask.prompt
-            job.tell("progress", stage="Model pass" if ask.answer else "Answering", done=None)
+            job.tell("progress", stage="Model pass" if ask.answer else "Answering")
             telling: dict[str, Any] = {} if ask.answer else {"streamer": _Telling(job, tokenizer_of(lens.processor))}
             kept = lens.answer(prompt, ask.answer, max_new_tokens=ask.max_new_tokens, **telling)
             self.said.put(ask.said, kept, Parts(kept.tensor).n_bytes)
@@ -295,6 +297,9 @@ ROWS_AT_A_TIME = {
 
 The others take as long for one row as for all."""
 
+N_PROBES, MANY_INPUTS = 16, 64
+"""Probes of the estimate that precedes an exact map, and the number of inputs from which on there is one."""
+
 _QUICK, _SLOW = 0.25, 1.0
 _PREVIEW_CELLS = 400 * 400
 _PREVIEW_SECONDS = 0.7
@@ -303,22 +308,33 @@ _SAID_ONCE = ("target", "explains")
 
 
 def compute_map(job: Job, T: AttentionTensor, method: str, out_token: int | None, target: Target | None) -> TokenMap:
-    """The map, row by row if that takes long, with previews on the way."""
-    job.tell("progress", stage="Computing", done=None)
+    """The map, row by row or after an estimate if that takes long, with previews on the way."""
+    job.tell("progress", stage="Computing")
     n_out, at_a_time = T.shape[0], ROWS_AT_A_TIME.get(method, T.shape[0])
+    if METHODS[method].takes_probes and out_token is not None and T.n_tokens >= MANY_INPUTS:
+        job.tell("preview", map=payload(_estimated(T, method, out_token).view()))
+        job.tell("progress", stage="Computing the exact map")
     if has_one_row(T.operator.recording, method) or out_token is not None or n_out <= at_a_time:
         return T.map(method, out_token, target)
     parts: list[TokenMap] = []
     shown = 0.0
     for outputs in _groups(n_out, at_a_time):
-        job.check()
-        parts.append(T.map(method, outputs, target))
-        job.tell("progress", stage="Computing", done=n_out - outputs.start, total=n_out)
+        with cancelled_by(lambda _: job.check()):  # parts are counted here
+            parts.append(T.map(method, outputs, target))
+        job.check(1 - outputs.start / n_out)
         is_due = time.monotonic() - shown > _PREVIEW_SECONDS and outputs.start
         if is_due and n_out * len(parts[0].in_tokens) <= _PREVIEW_CELLS:
             shown = time.monotonic()
             job.tell("preview", map=payload(_joined(parts, T.out_tokens).view()))
     return _joined(parts, T.out_tokens)
+
+
+def _estimated(T: AttentionTensor, method: str, out_token: int) -> TokenMap:
+    """A map by random probes: one pull for each, instead of one pass per input or channel."""
+    found = T.map(method, out_token, probes=N_PROBES)
+    error = 1 / (2 * N_PROBES) ** 0.5  # of the root of a mean of squares of normal numbers
+    note = f"An estimate from {N_PROBES} random probes, each score within about {error:.0%}; the exact map follows."
+    return msgspec.structs.replace(found, meta=found.meta | {"note": note.replace("%", " %")})
 
 
 def _groups(n_out: int, least: int) -> Iterator[range]:

@@ -45,18 +45,18 @@ class Job:
     def __init__(self, work: Work, *, seconds: float, notify: Callable[[], None] = lambda: None) -> None:
         self._work: Work | None = work
         self._seconds, self._notify = seconds, notify
-        self._news: dict[str, Event] = {"waiting": {"type": "waiting"}}
+        self._news: dict[str, Event] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._deadline = float("inf")
-        self.is_over = False
+        self.stage, self.is_over = "", False
 
     def tell(self, kind: str, /, **content: Any) -> None:
         """Post news for the reader, in place of unread news of the same kind; after the end it is dropped."""
         with self._lock:
             if self.is_over:
                 return
-            self._news.pop("waiting", None)
+            self.stage = content.get("stage", self.stage)
             self._news[kind] = {"type": kind, **content}
             self.is_over = kind in _LAST
         self._notify()
@@ -75,12 +75,19 @@ class Job:
         self._stop.set()
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it has not begun."""
+        return self._work is not None
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether it was asked to stop."""
         return self._stop.is_set()
 
-    def check(self) -> None:
-        """Raise `Cancelled` if the reader is gone, `Busy` if time is up."""
+    def check(self, part: float | None = None) -> None:
+        """Raise `Cancelled` if the reader is gone, `Busy` if time is up; report the part of the stage that is done."""
+        if part is not None:
+            self.tell("progress", stage=self.stage, part=part)
         if self._stop.is_set():
             raise Cancelled
         if time.monotonic() > self._deadline:
@@ -124,6 +131,12 @@ class Worker:
     def submit(self, job: Job) -> None:
         """Put a job at the end of the queue."""
         self._waiting.put(job)
+
+    @property
+    def stage(self) -> str:
+        """What the running job does, for those that wait."""
+        running = self._running
+        return "" if running is None else running.stage
 
     def close(self) -> None:
         """Stop the running job, forget the queue, end the thread."""

@@ -266,6 +266,8 @@ class _Explorer:
             while not await request.is_disconnected():
                 news.clear()
                 events = job.news() or [{"type": "beat"}]
+                if job.is_waiting:
+                    events = [{"type": "waiting", "stage": self.worker.stage}]
                 for event in events:
                     yield to_json(event, ascii_only=True) + "\n"
                 if events[-1]["type"] in ("done", "error"):

@@ -50,9 +50,8 @@ export class AnswerPanel extends Asking {
     chat.addEventListener("change", () => Object.assign(view, { chat: chat.checked }) && this.onChange());
     const length = element("input", { type: "number", min: "1", max: "512", value: String(view.length), "aria-label": "Longest answer, in tokens" });
     length.addEventListener("change", () => Object.assign(view, { length: Math.min(Math.max(Math.round(Number(length.value)) || 1, 1), 512) }) && this.onChange());
-    const fields = element("div", { class: "fields" }, [
-      pick("Model", "model", models.map(({ name }) => [name, name])),
-      pick("Passages", "groups", GROUPS),
+    const fields = element("div", { class: "fields" }, [pick("Model", "model", models.map(({ name }) => [name, name])), pick("Passages", "groups", GROUPS)]);
+    const others = element("div", { class: "fields" }, [
       pick("Parts of the answer", "rows", ROWS),
       pick("Rules", "rules", [["", "recommended"], ...rules.map((name) => [name, name])]),
       field("Longest answer, in tokens", length),
@@ -60,9 +59,11 @@ export class AnswerPanel extends Asking {
     ]);
     const composer = element("div", { class: "composer" }, [field("Prompt", this.prompt, "wide"), element("div", { class: "buttons" }, [this.go])]);
     const given = element("div", { class: "given" }, [field("Answer to explain", this.answer), field("Rather than", this.against)]);
+    const more = element("details", { class: "more" }, [element("summary", { text: "More", title: "An answer of your own, a contrast, parts, rules, length, chat" }), given, others]);
+    more.open = window.innerWidth > 640 || Boolean(view.answer || view.against);
     this.said = element("div", { class: "card said", "aria-live": "polite", "aria-label": "What the model says", hidden: "" });
     this.welcome = element("div", { class: "card welcome" }, [element("strong", { text: "Which parts of the prompt made this answer?" }), element("span", { text: "Write a prompt, or take this one, then press Answer." })]);
-    this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, given, fields]), this.progress, this.error, this.said, this.result.node, this.welcome]);
+    this.node = element("section", { class: "panel answer-panel" }, [element("form", { class: "card ask" }, [composer, fields, more]), this.progress, this.error, this.said, this.result.node, this.welcome]);
     this.node.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   }
 

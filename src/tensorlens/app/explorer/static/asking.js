@@ -6,9 +6,10 @@ const { element, button, visible } = window.TensorLens;
 
 export class Asking {
   constructor() {
-    this.stage = element("span", { class: "stage" });
+    this.stage = element("span", { class: "stage", role: "status" });
+    this.left = element("span", { class: "left" });
     this.meter = element("progress", { max: "1", "aria-label": "Progress" });
-    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, this.meter, button("Cancel", "Stop the work", () => this.stop())]);
+    this.progress = element("div", { class: "card progress", hidden: "" }, [this.stage, this.meter, this.left, button("Cancel", "Stop the work", () => this.stop())]);
     this.error = element("div", { class: "card error", role: "alert", hidden: "" });
   }
 
@@ -34,15 +35,23 @@ export class Asking {
   }
 
   hear(event) {
-    if (event.type === "waiting") this.say("Waiting");
+    if (event.type === "waiting") this.say(event.stage ? `Waiting: ${event.stage}` : "Waiting");
     if (["Model pass", "Answering"].includes(event.stage)) this.began = performance.now(); // not while it waited or loaded
-    if (event.type === "progress") this.say(event.total ? `${event.stage} ${event.done} of ${event.total}` : event.stage, event.total ? event.done / event.total : null);
+    if (event.type === "progress") this.say(event.stage, event.part);
+  }
+
+  // How far a stage is, and the time left at the speed so far, once that is known.
+  timeLeft(stage, part) {
+    if (this.told !== stage) Object.assign(this, { told: stage, since: performance.now() });
+    const seconds = ((performance.now() - this.since) * (1 / part - 1)) / 1000;
+    return part > 0.02 ? `${Math.round(100 * part)} %, about ${Math.ceil(seconds)} s left` : "";
   }
 
   say(text, part = null) {
     this.progress.hidden = false;
     this.result.node.classList.add("asking");
-    this.stage.textContent = visible(text);
+    if (this.stage.textContent !== visible(text)) this.stage.textContent = visible(text); // read aloud when it changes
+    this.left.textContent = this.timeLeft(text, part);
     if (part === null) this.meter.removeAttribute("value");
     else this.meter.value = part;
   }

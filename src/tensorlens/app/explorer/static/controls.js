@@ -29,6 +29,14 @@ export function methodChoice(methods, change) {
   return choice("Method", options, change);
 }
 
+// Make the controls in a node anew; the one with the same name keeps the focus.
+function renew(node, controls) {
+  const nameOf = (one) => one.getAttribute("aria-label") ?? one.textContent;
+  const name = node.contains(document.activeElement) ? nameOf(document.activeElement) : null;
+  node.replaceChildren(...controls);
+  if (name !== null) [...node.querySelectorAll("button")].find((one) => nameOf(one) === name)?.focus();
+}
+
 const MOST_CHIPS = 3; // the others are offered while typing
 
 // Names in a row, of which one may be chosen; choosing it again clears the choice.
@@ -39,7 +47,7 @@ function chips(label, change) {
     const known = chosen === null || candidates.some(isChosen) ? candidates : [chosen, ...candidates];
     const none = chip({ name: nothing }, chosen === null, () => change(null));
     none.classList.add("none");
-    node.replaceChildren(none, ...known.map((one) => chip(one, isChosen(one), () => change(isChosen(one) ? null : one))));
+    renew(node, [none, ...known.map((one) => chip(one, isChosen(one), () => change(isChosen(one) ? null : one)))]);
   };
   return { node, show };
 }
@@ -179,9 +187,9 @@ export function headGrid(change) {
     });
     const most = Math.max(...nHeads.slice(start, stop), 0);
     const names = Array.from({ length: most }, (_, head) => element("span", { class: "head-name", text: String(head) }));
-    grid.replaceChildren(element("div", { class: "head-row" }, [element("span", { class: "head-name first" }), ...names]), ...rows);
+    renew(grid, [element("div", { class: "head-row" }, [element("span", { class: "head-name first" }), ...names]), ...rows]);
     const every = Object.fromEntries(nHeads.map((n, block) => [block, Array.from({ length: n }, (_, h) => h)]).filter(([block, list]) => list.length && block >= start && block < stop));
-    tools.replaceChildren(button("All", "Keep all heads", () => change({ heads: {} })), button("None", "Leave all heads out", () => change({ heads: every })));
+    renew(tools, [button("All", "Keep all heads", () => change({ heads: {} })), button("None", "Leave all heads out", () => change({ heads: every }))]);
     node.hidden = !nHeads.some((n) => n > 0);
   };
   return { node, show };

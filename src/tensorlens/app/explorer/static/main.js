@@ -151,7 +151,6 @@ class Explorer {
   async openSecond() {
     const view = { ...structuredClone(this.panels[0].view), isLinked: true };
     const second = this.makePanel(view);
-    second.thumbnail.src = this.panels[0].thumbnail.src;
     second.folded.open = this.panels[0].folded.open;
     this.panels.push(second);
     this.arrange();

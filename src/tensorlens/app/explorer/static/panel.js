@@ -109,6 +109,7 @@ export class Panel extends Asking {
     this.text.hidden = this.examples.hidden = view.image !== null;
     this.showAge();
     this.picture.hidden = view.image === null;
+    this.thumbnail.hidden = !this.thumbnail.hasAttribute("src");
     this.model.show(view.model);
     this.method.show(view.method ?? CLASS_METHOD);
     this.rules.show(view.rules ?? "");
@@ -124,10 +125,11 @@ export class Panel extends Asking {
     this.result.say(this.saying());
   }
 
-  // The model's own predictions, before any is explained.
+  // The model's own prediction, unless the headline is about it.
   saying() {
     const [first] = this.input.predictions;
-    return first && this.view.saved === null ? [`“${shorten(visible(first.name), 40)}”`, percent(first.probability)] : null;
+    const isTold = this.view.target === null && this.takesTarget(this.view.method);
+    return first && this.view.saved === null && !isTold ? [`“${shorten(visible(first.name), 40)}”`, percent(first.probability)] : null;
   }
 
   // A change of the question is answered at once: the model pass is kept.
@@ -218,12 +220,18 @@ export class Panel extends Asking {
   }
 
   dropImage() {
+    this.thumbnail.removeAttribute("src");
     Object.assign(this.view, { image: null, target: null, against: null, output: null });
     this.show();
     this.onChange();
   }
 
   // Asking.
+  stop() {
+    super.stop();
+    this.inside.stop();
+  }
+
   async run() {
     if (this.asked && !this.isOfSameInput()) this.view.output = null;
     this.asked = { ...this.view };
@@ -256,6 +264,7 @@ export class Panel extends Asking {
   answered({ map, result }) {
     this.result.show(map, { output: this.view.output });
     this.result.offer(result, this.seconds);
+    if (map.image && this.thumbnail.hidden) this.thumbnail.src = map.image; // of a link, or of another panel
     this.view.output = this.result.output;
     this.mapped = Object.assign(this.asked, { method: this.view.method, every: this.view.every });
     this.inside.offer(this.input.predictions.length > 0);

@@ -8,7 +8,8 @@ const FILES = ["html", "png", "svg", "json", "csv"];
 export class Result {
   constructor({ onSelect, copies }) {
     this.says = element("p", { class: "says", hidden: "" });
-    this.verdict = element("span", { class: "verdict" });
+    this.told = element("p", { class: "live", role: "status" });
+    this.verdict = element("span", { class: "verdict", role: "status" });
     this.bias = element("span", { class: "bias" });
     this.origin = element("span", { class: "origin" });
     this.copies = element("span", { class: "saves" }, ["Copy as", ...copies.map(([name, act]) => button(name, `Copy as ${name}`, act))]);
@@ -16,7 +17,7 @@ export class Result {
     this.facts = element("div", { class: "facts" }, [this.verdict, this.bias, this.origin, element("span", { class: "files" }, [this.copies, this.saves])]);
     this.age = element("p", { class: "age", text: "The text has changed. Press Map to update the map." });
     this.host = element("div", { class: "host embedded" });
-    this.node = element("section", { class: "card result", "aria-label": "Map", hidden: "" }, [this.says, this.facts, this.age, this.host]);
+    this.node = element("section", { class: "card result", "aria-label": "Map", hidden: "" }, [this.told, this.says, this.age, this.host, this.facts]);
     this.onSelect = onSelect;
     this.host.addEventListener("tensorlens:select", (event) => {
       this.showBias();
@@ -42,9 +43,10 @@ export class Result {
     performance.mark("explorer:start");
     mount(this.host, data);
     performance.measure("explorer:picture", "explorer:start");
+    this.told.textContent = isPreview ? "" : this.host.tensorlens.data.title;
     this.choose(output);
     this.showBias();
-    this.verdict.textContent = "";
+    this.verdict.textContent = this.origin.textContent = "";
     this.saves.replaceChildren();
   }
 
