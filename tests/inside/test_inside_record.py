@@ -30,7 +30,6 @@ def test_a_head_reads_only_what_its_attention_lets_it(tmp_path: Any) -> None:
     _, T = family("gpt2")
     record = T.inside(OUT, TARGET, max_nodes=12)
     assert max(float(row[OUT + 1 :].abs().max()) for row in record.reads.values()) == 0.0  # later than the output
-    assert min(look.query for look in record.looks.values()) > 0  # the first token has nowhere else to look
     path = record.save(tmp_path / "inside.json")
     content = from_json(path.read_text("utf-8"))
     assert content["total"]["scores"]["values"] == record.total.scores.flatten().tolist()

@@ -117,7 +117,7 @@ def test_collapses_equal_sums_over_the_dense_tensor(name):
 def test_probes_estimate_contributions_within_their_standard_error():
     T = lens_on("gpt2")
     for part in (T, T.blocks(1, 3)):
-        exact, found = (part.map("tensor.contribution", 4, **options) for options in ({}, {"probes": 400}))
+        exact, found = (part.map("tensor.contribution", 4, probes=probes) for probes in (None, 400))
         errors = torch.tensor(found.meta["standard_error"])
         assert ((found.scores - exact.scores).abs() <= 4 * errors).all() and (errors <= 0.05 * exact.scores).all()
         assert torch.equal(found.bias_share, exact.bias_share) and found.meta["probes"] == 400
@@ -303,7 +303,7 @@ def test_a_norm_that_cancels_its_own_output_is_warned_of(name, method):
     """Under the Jacobian the final norm passes nothing of its own output back: In+Out of large states is rounding."""
     maps = {}
     for dtype in (torch.float64, torch.float32):
-        model = build(name, dtype=torch.float64)
+        model: Any = build(name, dtype=torch.float64)
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(100)
             last = model.base_model.ln_f if name == "gpt2" else model.base_model.norm

@@ -120,6 +120,7 @@ def test_one_signed_row_begins_in_words_with_the_sink_beside(open_map):
 
 def test_what_a_head_reads_is_a_whole_word(open_html):
     found = tiny_lens()("the cat sat").inside(max_nodes=5, n_whys=0)
+    assert min(look.query for look in found.looks.values()) > 0  # the first token has nowhere else to look
     tab = open_html(page.inside_page(found.payload(), "inside"))
     words = {"the": (0, 3), "cat": (3, 7), "sat": (7, 11)}
     reads = {str(head): read for head, read in found.reads.items()}

@@ -263,7 +263,7 @@ def test_labels_keep_their_number_and_what_tells_them_apart():
 def test_the_title_of_a_plot_stays_within_the_figure_and_its_column(title, layout, n_axes):
     names = [f"image {k}: a label of many words {k}" for k in range(4)]
     figure = Figure(figsize=(3.5 * n_axes, 3.5), layout=layout)
-    every = np.atleast_1d(figure.subplots(1, n_axes))
+    every = figure.subplots(1, n_axes, squeeze=False)[0]
     for axes in every:
         plot_table(Table(np.eye(4), names, names), title, axes)
     figure.draw_without_rendering()
