@@ -134,7 +134,7 @@ class Worker:
 
     @property
     def stage(self) -> str:
-        """What the running job does, for those that wait."""
+        """The stage of the running job, for those that wait."""
         running = self._running
         return "" if running is None else running.stage
 
