@@ -68,7 +68,6 @@ def read_dataset(source: Any, *, column: str | None = None, label: str | None = 
 
     Args:
         source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image, a folder of images or of
-        source: A .csv, .tsv, .jsonl, .parquet or .txt file (one text per line), an image, a folder of images or of
             texts, by class or not, a folder that `datasets` wrote, a folder of one of these for each part (train,
             test), a list of texts or of image paths, rows (dictionaries, such as a `datasets.Dataset` gives), or the
             id of a data set of the `datasets` library (``id:configuration`` where it has several).
