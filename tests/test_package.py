@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tensorlens import __version__
+from tensorlens.errors import install_line
 
 ROOT = Path(__file__).parent.parent
 
@@ -173,6 +174,13 @@ def test_a_report_can_name_its_versions():
     (code,) = re.findall(r'python -c \\"(.+?)\\"', template)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert __version__ in said and "torch" in said
+
+
+@pytest.mark.parametrize("folder", [Path(sys.executable).parent, Path("/elsewhere"), None])
+def test_an_install_line_is_for_this_environment(folder, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: folder and str(folder / "pip"))
+    ours = "pip" if folder == Path(sys.executable).parent else f"{sys.executable} -m pip"
+    assert f'here: {ours} install -c "{ROOT / "constraints.txt"}" -e "{ROOT}[plot]"' in install_line("plot")
 
 
 def test_every_extra_that_an_error_names_exists():

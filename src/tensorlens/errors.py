@@ -6,6 +6,8 @@ specific class; callers who do not care catch `TensorLensError`.
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from os import PathLike
@@ -106,9 +108,17 @@ def missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:
 def install_line(extra: str) -> str:
     """The install command for an extra: by the package's name, which is not on PyPI yet, and one that works today."""
     name = f"attention_tensorlens-{__version__}-py3-none-any.whl[{extra}]"
-    is_clone = (Path(__file__).parents[2] / "constraints.txt").is_file()
-    today = f"-c constraints.txt -e '.[{extra}]'" if is_clone else f'"{name}"'
+    root = Path(__file__).parents[2]
+    is_clone = (root / "constraints.txt").is_file()
+    today = f'-c "{root / "constraints.txt"}" -e "{root}[{extra}]"' if is_clone else f'"{name}"'
     return (
         f'pip install "attention-tensorlens[{extra}]" (not published yet: install from the wheel or the clone, '
-        f"here: pip install {today})"
+        f"here: {pip()} install {today})"
     )
+
+
+def pip() -> str:
+    """The pip of this environment as a command. Its short name would be another's if the environment is not activated."""
+    found = shutil.which("pip")
+    is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "pip" if is_ours else f"{sys.executable} -m pip"

