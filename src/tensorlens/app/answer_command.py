@@ -73,8 +73,7 @@ def answer_(
 ) -> None:
     """Why did it say that? An answer, and the parts of the prompt that it is based on.
 
-    A decoder's first token is an attention sink. It is shown in its own column, outside the colour scale but still in
-    the sum.
+    A decoder's first token, an attention sink, gets its own column. It stays in the sum.
 
     Example: tensorlens answer smollm2-135m "Anna's car is red. The car is"
     """

@@ -152,7 +152,7 @@ _add("Data sets", "maps", maps, "Map every row of a data set into a table.", con
 _add("Studies", "perturb", perturb, "Which method finds the tokens that matter?", continues=True)
 _add("Studies", "paper", paper, "Reproduce the paper's tables, with its numbers beside ours.", continues=True)
 _add("Studies", "relations", relations_, "Decode relations with the mean operator.", continues=True)
-_add("Studies", "fidelity", fidelity_, "How far from the input is T accurate?", continues=True)
+_add("Studies", "fidelity", fidelity_, "How far from the input is the operator accurate?", continues=True)
 
 
 def _show_version(asked: bool) -> bool:

@@ -84,7 +84,7 @@ def inside(
 def circuit_(
     model: Model,
     clean: Annotated[str, typer.Option(help="The clean input, whose answer is explained.")],
-    corrupted: Annotated[str, typer.Option(help="The corrupted input, with as many tokens.")],
+    corrupted: Annotated[str, typer.Option(help="The corrupted input, which needs as many tokens as the clean one.")],
     target: TargetName = None,
     against: OtherTarget = None,
     unit: Annotated[str, typer.Option(help="Unit of the circuit: edges or nodes.")] = UNITS[0],

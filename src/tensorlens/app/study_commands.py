@@ -212,7 +212,12 @@ def fidelity_(
         int, typer.Option(help="Number of random directions; the same number towards other tokens is added.", min=1)
     ] = 4,
     stride: Annotated[int, typer.Option(help="Measure the properties of every n-th block; 0 skips them.", min=0)] = 1,
-    out_token: Annotated[int | None, typer.Option(help="Output position whose slice is measured.")] = None,
+    out_token: Annotated[
+        int | None,
+        typer.Option(
+            help="Output position whose slice is measured (default: the last of a language model, else the first)."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for directions and probes.")] = 0,
     revisions: Annotated[
         str | None, typer.Option(help="Checkpoints to compare, separated by commas; each gets a folder.")
@@ -221,7 +226,7 @@ def fidelity_(
     final_norm: FinalNorm = True,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """How far from the input is T accurate? Errors by step size, the bounds of Proposition 1, properties of T by block.
+    """How far from the input is the operator accurate? Errors by step size, bounds, and properties by block.
 
     Example: tensorlens fidelity minilm "A sentence of your own." --out run
     """
