@@ -6,11 +6,17 @@ import io
 import json
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from tiny_language import save_tiny
 
 import tensorlens as tl
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS / "_code"))
+from execute import blocks  # noqa: E402
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore"), pytest.mark.large]
@@ -37,6 +43,23 @@ def test_in_ray_data(cluster, model):
     for i, text in enumerate(TEXTS):
         assert list(made[text]["tokens"]) == alone["tokens"][i] and made[text]["target"] == alone["target"][i]
         assert list(made[text]["scores"]) == pytest.approx(alone["scores"][i], rel=1e-3, abs=1e-5)
+
+
+def test_the_block_of_the_page(cluster, model, tmp_path):
+    """On CPUs, with folders in place of buckets."""
+    from pyarrow import Table, parquet
+
+    (tmp_path / "reviews").mkdir()
+    parquet.write_table(
+        Table.from_pylist([{"text": text} for text in [*TEXTS, ""]]), tmp_path / "reviews" / "a.parquet"
+    )
+    (block,) = [
+        one for one in blocks((DOCS / "how-to" / "data-sets.md").read_text("utf-8")) if one.title == "needs Ray"
+    ]
+    source = block.source.replace("smollm2-135m", model).replace("num_gpus=1", "concurrency=1")
+    exec(source.replace("s3://bucket", str(tmp_path)), {"tl": tl})
+    made = parquet.read_table(tmp_path / "maps").to_pylist()
+    assert ["".join(row["tokens"]) for row in made if row["tokens"]] == TEXTS
 
 
 def test_a_killed_process_loses_nothing(cluster, model, tmp_path):
