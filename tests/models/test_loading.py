@@ -110,6 +110,9 @@ def test_a_configuration_names_no_kernels(tmp_path: Path, key: str, kernel: str)
     save(transformers.LlamaForCausalLM(LLAMA), tmp_path)
     edit(tmp_path / "config.json", **{key: kernel})
     assert load_pretrained(tmp_path, device="cpu").model.config._attn_implementation in ("eager", "sdpa")
+    edit(tmp_path / "config.json", **{key: "eager"}, per_layer_config={"1": {key: kernel}})
+    with pytest.raises(LoadError, match="config.json could not be read"):
+        load_pretrained(tmp_path, device="cpu")
 
 
 def test_precision_and_attention(tmp_path: Path):

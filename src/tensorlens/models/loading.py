@@ -96,8 +96,6 @@ def load_pretrained(
         folder = local_folder(name, revision)
         with _converted(folder):
             config = _load_config(name, folder, trust_remote_code)
-            if attention is None:
-                _pin_attention(config)
             model = _load_model(name, folder, config, options)
             processor = _load_processor(name, folder, model, trust_remote_code)
     if device_map is None:
@@ -164,9 +162,7 @@ def read_config(name: str | Path, *, trust_remote_code: bool = False, revision: 
         has_config = (Path(name) / "config.json").is_file()
         folder = Path(name) if has_config else local_folder(name, revision, weights=False)
         with _converted(folder):
-            config = _load_config(name, folder, trust_remote_code)
-    _pin_attention(config)
-    return config
+            return _load_config(name, folder, trust_remote_code)
 
 
 def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -180,7 +176,9 @@ def _load_config(name: str | Path, folder: Path, trust_remote_code: bool) -> Pre
             "trust_remote_code=True."
         )
     with foreign_reader(lambda said: f"{name}: config.json could not be read: {said}"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _pin_attention(config)
+    return config
 
 
 def _load_model(name: str | Path, folder: Path, config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
