@@ -2,10 +2,11 @@
 
 An adapter is a function of the running pass, the module, its own forward and the call's arguments. Adapters go
 before the rules for torch functions; the first class in the module's ancestry that has one decides, and it applies
-only if the module's forward is that class's own. They are keyed
-by the qualified name of the class, so that nothing has to be imported. Add your own with `adapter`:
+only if the module's forward is that class's own. They are keyed by the qualified name of the class, so nothing has to
+be imported. Add your own with `adapter`:
 
-    @tl.adapter("my_package.layers.CubicActivation") def cubic(run, module, forward, z):
+    @tl.adapter("my_package.layers.CubicActivation")
+    def cubic(run, module, forward, z):
         return tl.activate(run, "cubic", z, lambda z: z**2)
 """
 
