@@ -15,31 +15,37 @@ function followShade() {
 followShade();
 new MutationObserver(followShade).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
 
-// Long tables are folded, and a box filters their rows: one box for all the tables of a page.
+// Long tables are folded. On their pages a box filters the rows of all tables, and hides the text between them.
 const MANY_ROWS = 25;
-const long = [...document.querySelectorAll(".md-content table")]
-  .map((table) => ({ table, rows: [...table.querySelectorAll("tbody tr")] }))
-  .filter(({ rows }) => rows.length >= MANY_ROWS);
+const content = document.querySelector(".md-content__inner");
+const tables = [...content.querySelectorAll("table")].map((table) => ({
+  rows: [...table.querySelectorAll("tbody tr")],
+  around: table.closest(".md-typeset__scrollwrap") ?? table,
+}));
+const long = tables.filter(({ rows }) => rows.length >= MANY_ROWS);
 
 for (const one of long) {
   one.folded = document.createElement("details");
   one.folded.className = "long-table";
   one.summary = one.folded.appendChild(document.createElement("summary"));
-  const around = one.table.closest(".md-typeset__scrollwrap") ?? one.table;
-  around.before(one.folded);
-  one.folded.append(around);
+  one.around.before(one.folded);
+  one.folded.append(one.around);
 }
 
 function filterRows(words) {
-  for (const { rows, folded, summary } of long) {
+  content.classList.toggle("filtering", words.length > 0);
+  for (const { rows, around, folded, summary } of tables) {
     let n = 0;
     for (const row of rows) {
       const text = row.textContent.toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));
       n += !row.hidden;
     }
-    folded.open = words.length > 0 && n > 0;
-    summary.textContent = `${n} of ${rows.length} rows`;
+    (folded ?? around).hidden = n === 0;
+    if (folded) {
+      folded.open = words.length > 0;
+      summary.textContent = `${n} of ${rows.length} rows`;
+    }
   }
 }
 
@@ -50,6 +56,6 @@ if (long.length) {
   box.placeholder = "Filter the tables of this page";
   box.setAttribute("aria-label", "Filter the tables of this page");
   box.addEventListener("input", () => filterRows(box.value.toLowerCase().split(/\s+/).filter(Boolean)));
-  document.querySelector(".md-content h1").after(box);
+  content.querySelector("h1").after(box);
   filterRows([]);
 }
