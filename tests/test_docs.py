@@ -42,7 +42,11 @@ ELSEWHERE = {"needs Ray": "test_ray.py"} | dict.fromkeys(
 )
 """Titles of blocks that run with another package, and their test."""
 
-SMALLER = {"needs the hub": {}, "takes 200 seconds": {"240": "2", "1024": "32", "1500": "3", "512": "32"}}
+SMALLER = {
+    "downloads a model": {},
+    "with this model": {},
+    "takes 200 seconds": {"240": "2", "1024": "32", "1500": "3", "512": "32"},
+}
 """Titles of blocks that run here on tiny models under the names of those of the hub, or with smaller numbers."""
 
 LONG = {"perturbation.md", "large-models.md", "add-a-method.md"}
