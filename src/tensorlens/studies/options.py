@@ -208,18 +208,18 @@ class PerturbationOptions(Options, frozen=True, kw_only=True):
         grid: Fractions of tokens replaced, from 0.
         n_tokens: Texts are cut to this many tokens.
         min_tokens: Shorter texts are left out.
-        cut: ``each`` text is a sample, or all of them are joined and cut into ``windows``. Windows that are drawn lie
-            within one article.
+        cut: With ``each``, every text is a sample; with ``windows``, all texts are joined and cut into windows. Windows
+            that are drawn lie within one article.
         column: Column or field with the text.
         label: Column or field with the label.
         split: For data with several parts, the part to use.
         absolute: Rank by magnitude; by signed score otherwise.
-        raw_norms: Join matrices of norms over blocks as they are; otherwise rows are divided by their sums first.
+        raw_norms: Multiply a rollout's matrices of norms as they are; otherwise rows are divided by their sums first.
         seed: Random seed for the draw, the random control and the bootstrap.
         n_random: Random orders that the random control averages over.
         norm_probes: Estimate `tensor.norm` by this many random probes; exact by default.
-        batch_size: Replaced copies run at a time; by default 256 on a GPU and 64 elsewhere. Numbers depend on it by
-            rounding alone.
+        batch_size: Perturbed copies per batch; by default 256 on a GPU and 64 elsewhere. Numbers depend on it only by
+            rounding.
         group_size: Samples measured together, so that copies of several share a batch; an interruption loses at most
             as many. By default 16, or fewer if a run has few samples. Numbers depend on it only by rounding.
     """
@@ -272,16 +272,16 @@ class RelationOptions(Options, frozen=True, kw_only=True):
         n_train: m, the number of examples in the mean; the prompt of each example contains the other m - 1.
         n_splits: Splits into training and test, each with a seed of its own.
         seed: Seed of the first split.
-        top_k: Test facts are kept if the object's first token is among the model's `top_k`.
-        min_test: Test facts that a split needs to be scored; at least half of the splits must be scored.
+        top_k: Test facts are kept if the object's first token is among the model's `top_k` likeliest.
+        min_test: A split with fewer test facts is not scored; at least half of the splits must be scored.
         max_test: Largest number of test facts per split, drawn at random.
         test_examples: Examples in a test prompt: ``m-1``, as in training, or all ``m``. A mean needs prompts of one
             length, so with ``m`` training prompts contain all m too, including their own fact.
         starts: Blocks to start from; 0 is the whole model.
         scales: The values that β is tuned over.
-        with_lre: Whether to run LRE, which costs as much as the slices.
+        with_lre: Also run LRE, whose Jacobians cost as much as slices of T.
         limit: Largest number of relations per category; all by default.
-        categories: Only these; all by default.
+        categories: Only these categories; all by default.
     """
 
     n_train: Count = 3
