@@ -118,7 +118,7 @@ def install_line(extra: str) -> str:
 
 
 def pip() -> str:
-    """The pip of this environment as a command. Its short name would be another's if the environment is not activated."""
+    """The pip of this environment as a command: in one that is not activated, plain ``pip`` is that of another."""
     found = shutil.which("pip")
     is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
     return "pip" if is_ours else f"{sys.executable} -m pip"
