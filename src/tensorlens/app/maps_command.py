@@ -64,7 +64,7 @@ def maps(
     json: Json = False,
     reading: ModelOptions = ModelOptions(),  # noqa: B008  # a frozen record
 ) -> None:
-    """Map every row of a data set, and keep its columns beside tokens, scores, target, logit, bias_share and prediction.
+    """Map every row of a data set, and add tokens, scores, target, logit, bias_share and prediction to its columns.
 
     Example: tensorlens maps smollm2-135m --data reviews.csv --out maps.csv
     """
