@@ -31,7 +31,7 @@ import tensorlens
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_code"))
-from execute import NUMBER, OUTPUT, Block, Session, blocks, printed_below, same  # noqa: E402
+from execute import NUMBER, OUTPUT, Block, Session, blocks, printed_below, same  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 NOT_RUN = ("make ", "pip install ", ". .venv/", "wait")
@@ -399,5 +399,5 @@ def test_no_page_is_longer_than_twenty_screens(site, browser, width):
 
 
 class _Silent(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""

@@ -16,7 +16,7 @@ import tensorlens as tl
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_code"))
-from execute import blocks  # noqa: E402
+from execute import blocks  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.filterwarnings("ignore"), pytest.mark.large]
