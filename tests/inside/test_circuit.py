@@ -15,7 +15,7 @@ import zoo
 from torch import Tensor
 
 import tensorlens as tl
-from tensorlens.inside.circuit import best_connected
+from tensorlens.inside.circuit import best_connected, faithfulness_of
 from tensorlens.inside.stream import Component
 
 CLEAN, CORRUPTED = [5, 6, 7, 8, 9, 10, 11], [5, 6, 30, 8, 9, 10, 11]
@@ -104,11 +104,15 @@ def key_of(component: Component) -> Any:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
-def test_a_circuit_in_the_model_is_one_put_together_by_hand(share: float) -> None:
-    circuit = found("gpt2", "jacobian").select(share=share)
+@pytest.mark.parametrize("unit", ["edges", "nodes"])
+def test_a_circuit_in_the_model_is_one_put_together_by_hand(unit: Any, share: float) -> None:
+    circuit = found("gpt2", "jacobian", unit=unit).select(share=share)
     assert circuit.kept is not None and circuit.n_kept == round(share * circuit.size)
     f = circuit.faithfulness((), progress=False)
-    edges = {(key_of(circuit.writers[b]), key_of(circuit.readers[r])) for r, b in circuit.kept.nonzero().tolist()}
+    chosen = (
+        circuit.kept if unit == "edges" else circuit.kept.expand_as(circuit.is_wired)
+    )  # a node with all its readers
+    edges = {(key_of(circuit.writers[b]), key_of(circuit.readers[r])) for r, b in chosen.nonzero().tolist()}
     twin = ByHand(zoo.build("gpt2", "sdpa"))
 
     def read(kept: Any) -> float:
@@ -141,6 +145,28 @@ def test_pairs_are_averaged_and_may_have_other_lengths() -> None:
     assert f.n_pairs == 2 and f.interval[0] <= f.cpr <= f.interval[1] and len(f.pairs) == 2
     own = tl.circuit(lens, [CLEAN, CLEAN], [CORRUPTED, CORRUPTED], [TARGET, (9, 4)], progress=False)
     assert float(own.scores.abs().max()) <= 1e-12  # opposite targets
+
+
+def test_areas_count_what_overshoots_and_their_intervals_are_over_pairs() -> None:
+    rows = [[0.0, 2.0, 1.0], [0.0, 0.5, 1.0], [0.0, 1.0, 1.0]]  # the first overshoots
+    f = faithfulness_of(rows, (0.0, 0.5, 1.0), unit="edges", size=2)
+    assert (f.cpr, f.cmd) == (pytest.approx((1.25 + 0.5 + 0.75) / 3), pytest.approx((0.75 + 0.5 + 0.25) / 3))
+    # One draw in 27 takes the same pair three times, more than the 2.5 % that are cut off.
+    assert f.interval == pytest.approx((0.5, 1.25)) and f.cmd_interval == pytest.approx((0.25, 0.75))
+    assert [one for _, one in f.curve] == pytest.approx([0.0, 3.5 / 3, 1.0])
+
+
+@pytest.mark.parametrize("unit", ["edges", "nodes"])
+def test_support_of_the_target_comes_first_in_signed_order(unit: Any) -> None:
+    circuit = found("gpt2", unit=unit)
+    scores, masks = circuit.scores[circuit.is_wired] if unit == "edges" else circuit.scores, list[Any]()
+    for order, sizes in (("signed", scores), ("magnitude", scores.abs())):
+        chosen = circuit.select(count=6, order=order)  # type: ignore[arg-type]
+        masks.append(chosen.kept)
+        torch.testing.assert_close(circuit.scores[masks[-1]].sum(), scores[sizes.topk(6).indices].sum())
+        f = chosen.faithfulness((6 / circuit.size,), order=order, progress=False)  # type: ignore[arg-type]
+        assert f.selected == pytest.approx(f.curve[1])
+    assert not torch.equal(*masks)
 
 
 def test_a_budget_gives_a_connected_circuit_that_no_ranking_of_its_size_need_give() -> None:
@@ -205,6 +231,18 @@ def test_a_graph_is_saved_for_others(tmp_path: Path) -> None:
     read = json.loads((tmp_path / "graph.json").read_text())
     ids = {node["node_id"] for node in read["nodes"]}
     assert len(ids) == len(graph.nodes) and all({e["source"], e["target"]} <= ids for e in read["links"])
+    # Its page hides nodes beyond the threshold and those at more than two thirds of the tokens, and it reads the
+    # probability of the target from a label.
+    assert len(read["metadata"]["prompt_tokens"]) * 2 / 3 >= 1
+    nodes = sorted(read["nodes"], key=lambda node: -abs(node["activation"]))
+    shares = [node["influence"] for node in nodes]
+    assert shares == sorted(shares) and shares[-1] == read["metadata"]["node_threshold"] == 1.0
+    assert 0 < shares[0] == pytest.approx(abs(nodes[0]["activation"]) / sum(abs(n["activation"]) for n in nodes))
+    assert read["nodes"][0]["clerp"].startswith('Output "change of 4 − 9" (p=–), ')
+    known = tl.Lens(zoo.build("gpt2", "sdpa"))(CLEAN).graph(-1, 4, 0.2, max_nodes=5)
+    known.save(tmp_path / "known.json", format="circuit-tracer")
+    label = json.loads((tmp_path / "known.json").read_text())["nodes"][0]["clerp"]
+    assert float(label.split("(p=")[1].split(")")[0]) == pytest.approx(known.meta["why"]["probability"], abs=1e-3)
     circuit.save(tmp_path / "graph.html")
     circuit.save(tmp_path / "own.json")
     assert tl.ComponentGraph.load(tmp_path / "own.json").edges == graph.edges
@@ -283,7 +321,7 @@ def test_its_own_models_of_a_graph_read_what_is_saved_for_circuit_tracer(tmp_pat
         graph.save(tmp_path / "graph.json", format="circuit-tracer")
         read = models.Model.model_validate_json((tmp_path / "graph.json").read_text())
         assert len(read.nodes) == len(graph.nodes) and len(read.links) == len(graph.edges)
-        assert read.metadata.prompt_tokens == list(graph.tokens)
+        assert read.metadata.prompt_tokens[: len(graph.tokens)] == list(graph.tokens)
         assert [node.is_target_logit for node in read.nodes].count(True) == 1
         for link in read.links:
             models.Link.model_validate(link)

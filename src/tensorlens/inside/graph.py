@@ -12,6 +12,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -412,7 +413,8 @@ def circuit_tracer_json(graph: ComponentGraph) -> dict[str, Any]:
     """Metadata, parameters of the page, nodes and links of a graph, under circuit-tracer's names.
 
     A component is a node of its block's layer, numbered within it, with its own name as its label. Constants and the
-    part that was cut off are in `clerp` too, since the format has no place for them.
+    part that was cut off are in `clerp` too, since the format has no place for them. `influence` is the share of all
+    effects that a node and the stronger ones have together: pages hide nodes beyond a threshold of it.
     """
     blocks = [one.component.block for one in graph.nodes if one.component.block is not None]
     end = max(blocks, default=0) + 2  # layers count from 0, and logits are above the last layer
@@ -420,16 +422,19 @@ def circuit_tracer_json(graph: ComponentGraph) -> dict[str, Any]:
     ids = [_id(node.component, node.token, numbers[node.component], end) for node in graph.nodes]
     name = str(graph.meta.get("model") or "model")
     digest = hashlib.sha256(f"{name} {graph.target} {' '.join(graph.tokens)}".encode()).hexdigest()[:8]
-    flows = [abs(node.value) for node in graph.nodes]
-    largest = max(flows, default=0.0) or 1.0
+    order = sorted(range(len(graph.nodes)), key=lambda i: -abs(graph.nodes[i].value))
+    sums = list(accumulate(abs(graph.nodes[i].value) for i in order))
+    influence = {i: one / (sums[-1] or 1.0) for i, one in zip(order, sums, strict=True)}
+    # Its page drops nodes that occur at more than two thirds of the tokens: with a single token, all of them.
+    tokens = [*graph.tokens, ""] if len(graph.tokens) == 1 else list(graph.tokens)
     return {
         "metadata": {
             "slug": f"tensorlens-{digest}",
             "scan": name,
             "transcoder_list": [],
-            "prompt_tokens": list(graph.tokens),
+            "prompt_tokens": tokens,
             "prompt": "".join(graph.tokens),
-            "node_threshold": graph.share,
+            "node_threshold": 1.0,
             "schema_version": 1,
             "generator": {"name": "tensorlens", "version": str((graph.meta.get("versions") or {}).get("tensorlens"))},
         },
@@ -444,13 +449,13 @@ def circuit_tracer_json(graph: ComponentGraph) -> dict[str, Any]:
                 "token_prob": 0.0,
                 "is_target_logit": node.component.kind == "target",
                 "run_idx": 0,
-                "reverse_ctx_idx": len(graph.tokens) - 1 - node.token,
+                "reverse_ctx_idx": len(tokens) - 1 - node.token,
                 "jsNodeId": f"{id_}-0",
                 "clerp": _label(graph, place),
-                "influence": flow / largest,
+                "influence": influence[place],
                 "activation": node.value,
             }
-            for place, (node, id_, flow) in enumerate(zip(graph.nodes, ids, flows, strict=True))
+            for place, (node, id_) in enumerate(zip(graph.nodes, ids, strict=True))
         ],
         "links": [{"source": ids[one.source], "target": ids[one.target], "weight": one.weight} for one in graph.edges],
     }
@@ -466,6 +471,8 @@ def _id(component: Component, token: int, number: int, end: int) -> str:
 def _label(graph: ComponentGraph, place: int) -> str:
     node = graph.nodes[place]
     if node.component.kind == "target":
-        return f'Output "{graph.target}" = {graph.value:.4g}'
+        chance = (graph.meta.get("why") or {}).get("probability")  # pages read it from here
+        p = f"{chance:.3f}" if isinstance(chance, float) else "–"
+        return f'Output "{graph.target}" (p={p}), {graph.value:.4g}'
     rest = [f"{name} {part:+.3g}" for name, part in (("constant", node.constant), ("cut", node.cut)) if part]
     return ", ".join([str(node.component), *rest])
