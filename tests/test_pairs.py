@@ -494,6 +494,18 @@ def test_a_sentence_transformer_is_taken_as_it_is() -> None:
     assert total(found) == pytest.approx(found.value, abs=1e-12)
 
 
+def test_dense_layers_are_pulled_through_in_their_order() -> None:
+    encoder = sentence_transformer("Pooling", "Dense", "Dense", inner=build("bert"))
+    weight, bias = dense_weights().values()
+    encoder[-1].weights = {"linear.weight": weight[:, :5].contiguous(), "linear.bias": bias}
+    ids = [[3, 9], [3 + k % 50 for k in range(30)]]  # so long that the short one is pulled through it
+    found = tl.similarity(encoder, *ids)
+    means = [tl.Lens(encoder[0].auto_model)(some).output.mean(0) for some in ids]
+    vectors = [(weight[:, :5] @ (weight @ mean + bias).tanh() + bias).tanh() for mean in means]
+    assert found.value == pytest.approx(float(torch.cosine_similarity(*vectors, dim=0)), abs=1e-9)
+    assert total(found) == pytest.approx(found.value, abs=1e-12)
+
+
 @pytest.mark.parametrize("kinds", [(), ("Pooling", "Normalize", "Dense"), ("Pooling", "LayerNorm"), ("Dense",)])
 def test_modules_in_another_order_are_refused(kinds: tuple[str, ...]) -> None:
     """As they would be added up, the vector would be another than the encoder's."""

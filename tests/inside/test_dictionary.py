@@ -313,6 +313,9 @@ def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
         found = T.components(-1, 4, features=loaded)
         torch.testing.assert_close(found.scores.sum(), plain.scores.sum(), rtol=1e-10, atol=1e-12)
     assert [len(loaded[n].encoders) for n in range(3)] == [1, 2, 3]
+    for n in range(3):
+        for i, decoder in enumerate(loaded[n].decoders):  # in the file (feature, block from i on, channel)
+            assert torch.equal(decoder, drawn(9, 3 - i, D, seed=i)[:, n - i])
     kinds = {label.kind for label in found.labels}
     assert {"feature", "feature of block 0", "feature of block 1", "error", "decoder bias"} <= kinds
     with pytest.raises(tl.MethodError, match="read block 0"):

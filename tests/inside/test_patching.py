@@ -144,7 +144,8 @@ def test_inputs_of_two_lengths_are_refused() -> None:
 
 def test_lengths_are_those_of_each_stream() -> None:
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    config = hf.T5Config(vocab_size=60, decoder_start_token_id=0, **sizes)
+    sizes |= {"decoder_start_token_id": 0}
+    config = hf.T5Config(vocab_size=60, **sizes)
     lens = tl.Lens(zoo.randomise(hf.T5ForConditionalGeneration(config)).double().eval())
     clean = {"input_ids": [CLEAN[:5]], "decoder_input_ids": [[2, 11, 12]]}
     for ids, own in ((CORRUPTED[:4], [2, 11, 12, 13]), (CORRUPTED[:6], [2, 11])):  # as many tokens in all
@@ -195,23 +196,37 @@ def test_queries_and_keys_go_through_the_true_softmax(name: str, rules: str) -> 
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
         for ids in (CLEAN, CORRUPTED):
             lens.model(torch.tensor([ids]), use_cache=False)
-    (q, k, v, args, kwargs), (other, *_) = kept[2], kept[5]
-    change = (plain(other, k, v, *args, **kwargs) - plain(q, k, v, *args, **kwargs))[0]
+    (q, k, v, args, kwargs), (other_q, other_k, *_) = kept[2], kept[5]
     T = lens(CLEAN)
     asked = Pass(T.operator, {4: 1.0, 9: -1.0}, len(CLEAN) - 1)
     slot = next(one.slot for one in T.operator.recording.mixtures if one.block == 2)
-    expected = (asked.cotangents(2)[slot][0] * change).sum((1, 2))
-    ours = torch.tensor([effects[f"block 2, attention query {h}"] for h in range(4)], dtype=torch.float64)
-    torch.testing.assert_close(ours, expected.detach(), rtol=1e-6, atol=1e-9)
+    for what, moved in (("query", (other_q, k)), ("key", (q, other_k))):
+        change = (plain(*moved, v, *args, **kwargs) - plain(q, k, v, *args, **kwargs))[0]
+        expected = (asked.cotangents(2)[slot][0] * change).sum((1, 2))
+        ours = torch.tensor([effects[f"block 2, attention {what} {h}"] for h in range(4)], dtype=torch.float64)
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-6, atol=1e-9)
 
 
 def test_dropping_blocks_shows_what_cancels() -> None:
-    lens = tl.Lens(zoo.build("gpt2", "sdpa"), rules="jacobian")
-    found = tl.patching(lens, CLEAN, CORRUPTED, target=4, drop=True)
-    assert found.robust is not None and bool((found.robust >= 0).all())
-
-    last = len(found.labels) - 1
-    assert float(found.robust[last]) == pytest.approx(abs(float(found.predicted[last])), rel=1e-9)  # 2 of 3, over 2
+    """A block is dropped by detaching what it writes, so that gradients pass by the stream alone."""
+    model: Any = zoo.build("gpt2", "sdpa")
+    found = tl.patching(tl.Lens(model, rules="jacobian"), CLEAN, CORRUPTED, target=4, drop=True)
+    kept, effects, blocks = list[torch.Tensor](), list[float](), model.transformer.h
+    blocks[0].mlp.register_forward_hook(lambda m, args, y: kept.append(y))
+    model(torch.tensor([CORRUPTED]))
+    for block in blocks[1:]:
+        handles = [
+            block.mlp.register_forward_hook(lambda m, args, y: y.detach()),
+            block.attn.register_forward_hook(lambda m, args, y: (y[0].detach(), *y[1:])),
+        ]
+        (slope,) = torch.autograd.grad(model(torch.tensor([CLEAN])).logits[0, -1, 4], kept[-1])
+        effects.append(abs(float((slope * (kept[0] - kept[-1])).sum().detach())))
+        for handle in handles:
+            handle.remove()
+    assert found.robust is not None and effects[0] != pytest.approx(effects[1], rel=0.1)
+    place = [str(label) for label in found.labels].index("block 0, feed-forward")
+    assert float(found.robust[place]) == pytest.approx(sum(effects) / 2, rel=1e-6)
+    assert float(found.robust[-1]) == pytest.approx(abs(float(found.predicted[-1])), rel=1e-9)  # nothing comes after it
 
 
 def test_the_best_are_verified_and_the_rest_is_estimated() -> None:
