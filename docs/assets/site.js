@@ -18,7 +18,7 @@ new MutationObserver(followShade).observe(document.body, { attributeFilter: ["da
 // Long tables are folded. On their pages a box filters the rows of all tables, and hides the text between them.
 const MANY_ROWS = 25;
 const content = document.querySelector(".md-content__inner");
-const tables = [...content.querySelectorAll("table")].map((table) => ({
+const tables = [...content.querySelectorAll("table:not(details *)")].map((table) => ({
   rows: [...table.querySelectorAll("tbody tr")],
   around: table.closest(".md-typeset__scrollwrap") ?? table,
 }));
