@@ -398,6 +398,21 @@ def test_no_page_is_longer_than_twenty_screens(site, browser, width):
     assert {name: round(n) for name, n in screens.items() if n > 20} == {}
 
 
+@pytest.mark.large
+@pytest.mark.browser
+def test_a_box_filters_long_tables(site, browser):
+    tab = browser.new_page()
+    tab.goto((site / "compatibility.html").as_uri())
+    rows = tab.locator("article tbody tr:visible")
+    n_rows = rows.count()
+    tab.locator(".row-filter").fill("whisper")
+    assert {"whisper" in text for text in rows.all_inner_texts()} == {True}
+    assert tab.locator("article p:visible").count() == 0
+    tab.locator(".row-filter").fill("")
+    assert rows.count() == n_rows
+    tab.close()
+
+
 class _Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
