@@ -198,7 +198,7 @@ def pack(operator: FrozenOperator, context: Context, weights: Weights = "inside"
     if weights == "reference":
         of_model = ModulePlaces(recording.from_model("Storing weights by reference").model).weights
     names = {f"c{n}": name for n, name in constants.names.items()}
-    tensors = {f"c{n}": constants[n] for n in sorted(program.used)} | _beside(operator)
+    tensors = {f"c{n}": constants[n].resolve_conj().resolve_neg() for n in sorted(program.used)} | _beside(operator)
     views, memories = _store_tensors(tensors, names, of_model)
     record = TensorRecord(
         **{name: getattr(recording, name) for name in AS_THEY_ARE},
@@ -277,7 +277,7 @@ def _store_tensors(
             first = start - int(weight.storage_offset())
             record = Memory(record.dtype, record.device, name, first, len(run), _checksum_of(run))
         else:
-            stored[str(len(records))] = run
+            stored[str(len(records))] = torch.view_as_real(run).flatten() if run.is_complex() else run
         places[key] = len(records), start
         records.append(record)
     views = {}
@@ -435,7 +435,7 @@ def _restore_tensors(
     """The tensors of a record."""
     memories = list[Tensor]()
     for n, one in enumerate(record.memories):
-        run = memory(str(n)) if one.weight is None else _weight(one, weights)
+        run = memory(str(n)).view(getattr(torch, one.dtype)) if one.weight is None else _weight(one, weights)
         memories.append(run.to(device or torch.device(one.device)))
     return {
         key: memories[view.memory].as_strided(view.shape, view.strides, view.offset)

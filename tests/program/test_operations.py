@@ -118,7 +118,6 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "diag": [(Live((3,)),)],
     "diag_embed": [(Live((2, 3)),)],
     "roll": [(Live((4, 3)), 1, 0)],
-    "diff": [(Live((4, 3)),)],
     "trace": [(Live((3, 3)),)],
     "view_as_real": [(Live((3,), C),)],
     "view_as_complex": [(Live((3, 2)),)],

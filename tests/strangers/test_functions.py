@@ -142,6 +142,10 @@ SMOOTH: dict[str, Inner] = {
     "by its root": lambda z, g: torch.linalg.cholesky(z @ z.mT + torch.eye(4)) @ g,
     "over its nuclear norm": lambda z, g: z / torch.linalg.matrix_norm(z, "nuc"),
     "spread of tokens": lambda z, g: torch.cov(z[0])[None] @ g,
+    "powers of one number": lambda z, g: z[..., :1].exp().pow(W.abs()),
+    "solved for": lambda z, g: (
+        torch.linalg.solve_triangular(z[..., :4].tril() + torch.eye(4), W[:4, None], upper=False) * z
+    ),
     "by length and angle": lambda z, g: torch.polar(z.exp(), g).real,
 }
 """The Jacobian's member must have their derivative."""

@@ -6,15 +6,16 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from strangers.models import IDS, Attention, Block, FeedForward, H, Plain, randomised
+from strangers.models import IDS, Attention, Block, D, FeedForward, H, Plain, randomised
 from strangers.oracle import gap
 from strangers.test_functions import IDS as SHORT
 from strangers.test_functions import Inner, W, derivative, model_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tensorlens as tl
@@ -51,16 +52,42 @@ LINEAR: dict[str, Inner] = {
     "a sparse constant": lambda z, g: (SPARSE @ z[0].mT).mT[None],
     "a sparse constant by rows": lambda z, g: torch.sparse.mm(SPARSE.to_sparse_csr(), z[0].mT).mT[None],
     "complex view of what was emptied": lambda z, g: emptied_complex(z),
+    "times a conjugate": lambda z, g: torch.view_as_real(pairs(z) * TURNED.conj()).flatten(-2),
+    "frequencies of a conjugate": lambda z, g: torch.view_as_real(torch.fft.ihfft(z).resolve_conj()).flatten(2)[
+        ..., :16
+    ],
+    "backwards by name": lambda z, g: torch.flip(z, dims=(1, 2)),
+    "put by names": lambda z, g: torch.zeros_like(z).index_put(indices=(TOP,), values=z[:, :1].expand_as(z)),
+    "steps from a constant": lambda z, g: torch.diff(z, dim=1, prepend=W.expand(1, 1, -1)),
+    "taken by a wider mask": lambda z, g: z[..., :1].masked_select(W > 0).view(1, 4, 8).tile(2),
 }
+
+
+def pairs(z: Tensor) -> Tensor:
+    return torch.view_as_complex(z.unflatten(-1, (-1, 2)))
+
+
+TOP = torch.tensor([0])
+TURNED = torch.polar(W[:8].exp(), W[8:])
 
 
 @pytest.mark.parametrize("member", ["paper", "jacobian"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_it_is_linear_in_every_member(name: str, member: str) -> None:
+def test_it_is_linear_in_every_member(name: str, member: str, tmp_path: Path) -> None:
     model = model_of(LINEAR[name])
     T = tl.Lens(model, rules=getattr(tl.Rules, member)())(SHORT)
     assert gap(T.dense(), derivative(model, T.input)) < 1e-12
     assert T.certificate().passed
+    again = tl.AttentionTensor.load(T.save(tmp_path / "T.safetensors"))
+    assert torch.equal(again @ T.input, T @ T.input)
+
+
+@pytest.mark.parametrize("member", ["paper", "attn_lrp"])
+def test_a_changed_sign_is_held(member: str) -> None:
+    model = model_of(lambda z, g: torch.copysign(z, g))
+    T = tl.Lens(model, rules=getattr(tl.Rules, member)())(SHORT)
+    assert gap(T @ (2 * T.output - T.input), 2 * (T @ T.output) - T @ T.input) < 1e-12
+    assert gap(T.dense(), derivative(model, T.input)) < 1e-12
 
 
 def overlapping(z: Tensor) -> Tensor:
@@ -179,3 +206,37 @@ def test_heads_of_a_matrix_that_is_cut_after_its_softmax(change: Callable[[Tenso
     parts = sum(block.heads({0: [head]}) @ block.input for head in range(H))
     none = block.without_heads({0: range(H)}) @ block.input
     assert gap(parts - (H - 1) * none, block @ block.input) < 1e-12
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x)).clamp_(max=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_part_of_a_model() -> None:
+    part: Any = torch.jit.script(Scripted().double())
+    model = randomised(Plain(lambda: Block(mlp=part)))
+    T = tl.Lens(model)(IDS)
+    assert gap(T @ T.input + T.bias, model(torch.tensor([IDS]))[0].detach()) < 1e-12 and T.certificate().passed
+
+
+class PartByPart(nn.Module):
+    """One part of the channels, mixed over tokens, is added to another: all layers read four channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, rest = x.split([4, 4, D - 8], -1)
+        return torch.cat([a + self.down(self.up(b).cumsum(1).relu()), b, rest], -1)
+
+
+def test_as_many_tokens_as_a_part_has_channels() -> None:
+    model = randomised(Plain(PartByPart))
+    assert [tl.Lens(model)(list(range(n))).shape for n in (5, 4)] == [(5, D) * 2, (4, D) * 2]

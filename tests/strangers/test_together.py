@@ -161,6 +161,46 @@ def test_experts_of_a_softmax_that_are_full_are_noticed_in_every_batch(kind: Any
         assert gap(found.scores, lens(row).map().scores[-1:]) < 1e-6
 
 
+def counted(chosen: Tensor) -> Tensor:
+    return torch.zeros(4).long().scatter_add(0, chosen, torch.ones_like(chosen))[chosen]
+
+
+KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one by one": lambda x, chosen: (chosen[:, None] == chosen).tril().sum(1) <= 7,
+    "by a triangle of ones": lambda x, chosen: (
+        (torch.ones(len(x), len(x)).tril() @ F.one_hot(chosen, 4).float()).gather(1, chosen[:, None])[:, 0] <= 7
+    ),
+    "by their number": lambda x, chosen: counted(chosen) <= 9,
+    "by the mean of all": lambda x, chosen: x.softmax(-1).mean(0)[chosen] < 0.08,
+    "unlike the one before": lambda x, chosen: (chosen.roll(1) != chosen) | (chosen.roll(2) != chosen),
+    "by the length of others": lambda x, chosen: (x.norm(dim=1)[:, None] < x.norm(dim=1)).sum(1) > 1,
+}
+
+
+class Kept(FeedForward):
+    """Which tokens are left out depends on all of them."""
+
+    def __init__(self, kept: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router, self.kept = nn.Linear(D, 4), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        chosen = self.router(rows).argmax(-1)
+        return super().forward(x) * self.kept(rows, chosen).view(*x.shape[:2], 1)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_decision_over_tokens_of_all_samples_is_named_in_every_batch(name: str) -> None:
+    model: Any = WithHead()
+    model.blocks = nn.ModuleList([Block(mlp=Kept(KEPT[name])) for _ in range(2)])
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 29, (6,), generator=generator).tolist() for _ in range(4)]
+    assert tl.Lens(randomised(model)).batch(rows[:1]).mixing is None
+    for found in tl.Lens(model).maps(rows, progress=False):
+        assert "`blocks.0.mlp` combines several of them" in found.meta["batches"]
+
+
 @pytest.mark.parametrize("member", ["paper", "jacobian"])
 def test_experts_with_room_for_all_are_a_batch(member: str) -> None:
     lens = tl.Lens(of_experts(Experts, 100), rules=getattr(tl.Rules, member)())

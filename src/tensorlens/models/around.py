@@ -257,9 +257,9 @@ def _first_axis(state: Seen, witnesses: list[tuple[tuple[int, ...], int | None, 
     for other, n_channels, axis in witnesses:
         if axis is not None and shape == other and -len(shape) <= axis < len(shape) and shape[axis] == n_channels:
             return axis % len(shape)
-    for _, n_channels, _ in witnesses:
+    for other, n_channels, _ in witnesses:
         fitting = [i for i, size in enumerate(shape) if size == n_channels]
-        if len(fitting) == 1:
+        if len(fitting) == 1 and math.prod(other) >= math.prod(shape):  # a part of the state may have any number
             return fitting[0]
     return None
 

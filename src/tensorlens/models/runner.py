@@ -480,6 +480,8 @@ class _Kept:
         self._copies: list[tuple[Tensor, int, Tensor]] = []
         self._containers: list[tuple[Any, Any]] = []
         for module in modules:
+            if isinstance(module, ScriptModule):
+                continue  # its data are not in Python
             own, buffers = module.__dict__.copy(), module._buffers.copy()  # in one go: another thread may set some
             self._owned.append((module, own, buffers))
             values: list[Any] = [*map(own.__getitem__, own.keys() - _OF_TORCH), *buffers.values()]

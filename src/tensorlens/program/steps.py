@@ -427,8 +427,7 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     for place, names in (
         (
             torch,
-            "diagonal diag diag_embed roll diff trace view_as_real view_as_complex real imag conj_physical "
-            "complex take",
+            "diagonal diag diag_embed roll trace view_as_real view_as_complex real imag conj_physical complex take",
         ),
         (Tensor, "repeat index_copy"),
         (
@@ -447,6 +446,7 @@ LINEAR_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 """Functions that are linear in their first argument and have no transpose of their own; they are differentiated."""
 
 LINEAR_FUNCTIONS["window"] = F.unfold
+LINEAR_FUNCTIONS["view_as_real"] = lambda x: torch.view_as_real(x.resolve_conj())
 LINEAR_FUNCTIONS["view_as_complex"] = lambda x: torch.view_as_complex(x.contiguous())
 JOINT = {"complex": (0, 1), "index_copy": (0, 3)}
 """Functions of this table that are affine in further arguments."""

@@ -12,7 +12,7 @@ from tensorlens.program.steps import NOT_PLAIN, Slot, Step, leaves
 
 TOGETHER = {
     0: "reshape permute expand cast index narrow select index_select gather cat stack flip repeat_interleave triangle "
-    "as_strided sum mean cumsum div gain constant diagonal diag diag_embed roll diff trace view_as_real "
+    "as_strided sum mean cumsum div gain constant diagonal diag diag_embed roll trace view_as_real "
     "view_as_complex real imag conj_physical take repeat window avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d interpolate fold pixel_shuffle pixel_unshuffle "
     "channel_shuffle fft ifft rfft irfft fftn ifftn fft2 ifft2 rfftn irfftn rfft2 irfft2 hfft ihfft "
@@ -47,9 +47,7 @@ SEVERAL = {
 EITHER = {"mul": (0, 1), "matmul": (0, 1), "grouped_mm": (0, 1), "einsum": tuple(range(1, 9))}
 """Operations that are linear in one of several arguments, the others being constants."""
 
-LINEAR_KERNELS = words(
-    "linalg_cross _trilinear convolution max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d"
-)
+LINEAR_KERNELS = words("linalg_cross _trilinear convolution max_unpool2d max_unpool3d grid_sampler_2d grid_sampler_3d")
 """Kernels that are linear in one of their arguments; all others are followed by their derivative at X."""
 
 _PLACES: dict[str, tuple[int, ...]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ class ModuleCalls:
         """Run a module, by its adapter if it has one and a live tensor comes in."""
         kind = type(module)
         if kind not in self._plain:
-            self._plain[kind] = not has_adapter(kind) and not calls_kernels(kind.forward)
+            self._plain[kind] = not has_adapter(kind) and not calls_kernels(inspect.getattr_static(kind, "forward"))
         own = module.__dict__.get("forward", module.forward)
         forward = with_kernels(self.run, own)
         adapter = find_adapter(module, self._adapted.get(id(module)))

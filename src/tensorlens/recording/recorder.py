@@ -400,9 +400,7 @@ def record(anatomy: Anatomy, inputs: dict[str, Any], rules: Rules | None = None,
             raise
         with own_errors(anatomy.model, inputs), running(anatomy.model):
             anatomy.model(**inputs)  # raises if the model itself cannot take the input
-        if isinstance(error, (TypeError, RuntimeError, AttributeError)):  # as torch raises them
-            raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
-        raise
+        raise NotLinearError(_why_it_stopped(anatomy.model, error)) from error
     if found is None:
         raise never_ran(anatomy.model, anatomy.stack)
     return found

@@ -50,14 +50,18 @@ OVER_ALL = words("any all unique bincount histc norm dist det equal allclose cou
 ORDERS = words("argsort sort nonzero unique where cumsum cumprod cummax cummin topk")
 """Functions whose result depends on the order or number of all elements."""
 
-ACROSS = ORDERS | words("any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue")
+ACROSS = ORDERS | words(
+    "any all sum mean max min amax amin argmax argmin bincount histc count_nonzero median kthvalue quantile"
+)
 """Functions of decisions in which one element of the result depends on several decisions."""
 
 KEEPS_ATTENTION = KEEPS_ROLE | words("nan_to_num where tril triu")
 """Functions after which a held attention matrix is still an attention matrix."""
 
-DECIDES = words("topk sort argsort argmax argmin max min kthvalue gt ge lt le eq ne nonzero multinomial")
-"""Functions of held numbers whose results are decisions, such as the experts of a router."""
+MOVES = words(
+    "matmul mm bmm einsum conv1d conv2d convolution roll flip diff unfold scatter_add index_add index_put searchsorted"
+)
+"""Functions that may bring decisions of one sample to another where samples and tokens share an axis."""
 
 LEAVES = words("tolist numpy array dlpack")
 PRODUCTS_OF_INTEGERS = words("matmul mm bmm linear _int_mm")
@@ -411,20 +415,28 @@ class Tape:
         if name.endswith("_") or name == "setitem":
             self.writes.before_write(args[0])
         result = raw(function, *args, **kwargs)
-        roles = [x.role for x in met]
         if any(type(x) is Whole for x in met):
             return self._of_whole_numbers(name, function, args, kwargs, result)
-        if Role.CHOICE in roles:
-            return self._of_choices(name, result, args, kwargs)
-        if self.n_samples > 1 and name in DECIDES:
-            return self.held(result, Role.CHOICE)
-        role = next((role for role in roles if role is Role.ATTENTION), None) if name in KEEPS_ATTENTION else None
-        return result if role is None else self.held(result, role)
+        if name in KEEPS_ATTENTION and any(x.role is Role.ATTENTION for x in met):
+            return self.held(result, Role.ATTENTION)
+        self._check_decisions(name.removesuffix("_"), args, kwargs)
+        return self.decided(result)
 
-    def _check_choices(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def decided(self, value: Any) -> Any:
+        """A held value that live ones decided. In a batch it is followed: no sample may depend on another."""
+        return self.held(value, Role.CHOICE) if self.n_samples > 1 else value
+
+    def _check_decisions(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a function that compares, counts or orders decisions along an axis with several samples in it."""
         x = args[0]
+        if self.n_samples == 1:
+            return
         if (name == "item" or name in LEAVES) and isinstance(x, Tensor):
+            self.note_mixing(name)
+        met = [arg for arg in found_in(args) if arg.numel() > 1]
+        firsts = {(arg.dim(), arg.shape[0]) for arg in met}  # two differ in `chosen[:, None] == chosen`
+        moves = name in MOVES and any(arg.shape[0] != self.n_samples for arg in met)
+        if moves or len(firsts) > 1 and name not in LOOKS_UP:
             self.note_mixing(name)
         if name not in ACROSS or not isinstance(x, Tensor) or not x.dim():
             return
@@ -446,12 +458,6 @@ class Tape:
         found.behind = behind
         return found
 
-    def _of_choices(self, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results of decisions are decisions. In a batch, those of one sample must not depend on another sample."""
-        if self.n_samples > 1:
-            self._check_choices(name, args, kwargs)
-        return self.held(result, Role.CHOICE)
-
     def _of_whole_numbers(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
@@ -460,7 +466,8 @@ class Tape:
         if is_place or not isinstance(result, Tensor) or result.dtype is torch.bool:
             if name in LEAVES and args[0].numel() > 1:
                 raise self.refusal(f"{name} of whole numbers that live values were cast to")
-            return self._of_choices(name, result, args, kwargs)
+            self._check_decisions(name, args, kwargs)
+            return self.decided(result)
         counted = mapped((args, tuple(kwargs.items())), _number_behind)
         live = None
         if name in COUNTS and any(is_live(leaf) for leaf in leaves(counted)):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorlens.errors import NotLinearError
-from tensorlens.recording.conventions import Role, of_factors, of_largest
+from tensorlens.recording.conventions import of_factors, of_largest
 from tensorlens.recording.live import is_live, raw, role_of
 from tensorlens.recording.tape import Tape, family, of_value
 
@@ -24,7 +24,7 @@ def frozen(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     """The result is a decision that the pass arrived at. It is held."""
     run.note(f"held: {name}")
     run.check_samples(name, args, kwargs)
-    return run.held(value, Role.CHOICE)
+    return run.decided(value)
 
 
 MOST_ITEMS = 64
@@ -115,7 +115,7 @@ def select_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs:
         column = raw(torch.unsqueeze, places, dim)
         found = x.gather(dim, column).squeeze(dim)
         found.role = role
-    return type(value)((found, run.held(places, Role.CHOICE)))
+    return type(value)((found, run.decided(places)))
 
 
 @family("amax amin")

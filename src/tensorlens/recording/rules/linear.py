@@ -122,7 +122,7 @@ def cast_rule(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: d
     kind, spec = value.dtype, x.spec
     if kind in COARSE:
         run.note(f"held: cast to {str(kind).removeprefix('torch.')}")
-        return run.held(value, Role.CHOICE) if kind is torch.bool else _rounded(x, value)
+        return run.decided(value) if kind is torch.bool else _rounded(x, value)
     if kind.itemsize == 1:
         raise run.refusal(f"a cast to {kind}")
     role = x.role and role_after("to", x)
@@ -264,11 +264,12 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
 
-@rule("flip")
-def flipped(x: Live, *dims: Any) -> Any:
+@of_value("flip")
+def flipped(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Backwards along axes."""
-    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    return now.tape.emit("flip", raw(torch.flip, x, dims), x, tuple(dims), role=role_after("flip", x))
+    x, *dims = (*args, *kwargs.values())
+    dims = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+    return run.emit("flip", value, x, tuple(dims), role=role_after("flip", x))
 
 
 @rule("repeat_interleave")
@@ -397,7 +398,7 @@ def mask_filled(x: Any, mask: Any, value: Any) -> Any:
 @rule("masked_select")
 def picked(x: Live, mask: Tensor) -> Any:
     """The values where a mask is true, along one axis."""
-    mask = raw(torch.broadcast_to, value_of(mask), x.shape)
+    x, mask = torch.broadcast_tensors(x, mask)
     return x[mask]
 
 
@@ -432,7 +433,7 @@ def assign(x: Tensor, at: Any, new: Any) -> None:
 @family("index_put _index_put_impl")
 def index_put(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`x` with values written or added at some indices."""
-    x, indices, values = args[:3]
+    x, indices, values = (*args, *[kwargs[key] for key in ("indices", "values") if key in kwargs])[:3]
     accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     at = tuple([slice(None) if one is None else value_of(one) for one in indices])
     value = raw(Tensor.index_put, x, [None if one is None else value_of(one) for one in indices], values, accumulate)

@@ -36,7 +36,7 @@ def tangent(x: Live, function: Elementwise, value: Tensor, role: Role | None = N
     r"""An element-wise function by its derivative: $f(x^0) + f'(x^0)(x - x^0)$."""
 
     def parts() -> tuple[Tensor, Tensor]:
-        x0 = at_least_float32(value_of(x))
+        x0 = at_least_float32(value_of(x)).expand(value.shape)
         slope = slope_of(function, x0)
         # An entry that is masked by an infinity does not move.
         is_finite = x0.isfinite() & slope.isfinite()
@@ -130,17 +130,21 @@ def _is_known(function: Any, packed: Any, places: tuple[int, ...], part: int | N
     """Whether torch has a derivative of a kernel; without one it returns a constant, or raises."""
 
     def known() -> bool:
-        at = [leaf for place, leaf in enumerate(leaves(packed)) if place in places]
         with differentiable():
-            found = of_some(str(function), packed, places, part)(*map(leaf, at))
-        return (
-            isinstance(found, Tensor) and found.requires_grad and "NotImplemented" not in type(found.grad_fn).__name__
-        )
+            at = [leaf(x) for place, x in enumerate(leaves(packed)) if place in places]
+            found = of_some(str(function), packed, places, part)(*at)
+            if not isinstance(found, Tensor) or not found.requires_grad:
+                return False
+            try:
+                torch.autograd.grad(found, at, torch.ones_like(found), allow_unused=True)
+            except RuntimeError:
+                return False
+            return True
 
     return raw(known)
 
 
-@family("max_unpool2d max_unpool3d copysign grid_sampler_2d grid_sampler_3d")
+@family("max_unpool2d max_unpool3d grid_sampler_2d grid_sampler_3d")
 def in_the_first(run: Any, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function that is linear in its first argument; its other arguments are held where factors of products are."""
     if not isinstance(function, torch._ops.OpOverload) or run.rules.name == "jacobian":
@@ -199,7 +203,7 @@ def quotient(activation: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
     vanishing = z.abs() < tiny
     ratio = activation(z) / torch.where(vanishing, torch.ones_like(z), z)
     if z.is_cuda or vanishing.any():  # reading from a GPU waits for it
-        ratio = torch.where(vanishing, slope_of(activation, torch.zeros_like(z)), ratio)
+        ratio = torch.where(vanishing, slope_of(activation, torch.zeros_like(ratio)), ratio)
     return ratio
 
 
@@ -338,6 +342,12 @@ def absolute(z: Live) -> Any:
     return scaled(z, raw(lambda: value_of(z).sgn()), raw(torch.abs, z), role)
 
 
+@rule("copysign")
+def signed(x: Any, other: Any) -> Any:
+    """|x| with the sign of another, as x ⊙ its change of sign, which is held."""
+    return x * raw(lambda: value_of(x).sgn() * torch.copysign(torch.ones_like(x), value_of(other)))
+
+
 # Statistics (Eq. 10, 11): held, while centring and gains stay linear; or the whole norm by its derivative -------------
 
 
@@ -353,9 +363,8 @@ def statistic(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwargs
     """A statistic of the pass that scales other numbers: held, or followed by its derivative."""
     if run.rules.norm == "hold":
         run.note(f"held: {name}")
-        if run.n_samples > 1:
-            run.check_samples(name, args, kwargs)
-        return raw(function, *args, **kwargs)
+        run.check_samples(name, args, kwargs)
+        return run.decided(raw(function, *args, **kwargs))
     run.note(f"derivative: {name}")
     value = raw(function, *args, **kwargs)
     if name in _ONE_BY_ONE and is_live(args[0]) and not any(map(is_live, (*args[1:], *kwargs.values()))):

@@ -405,10 +405,10 @@ def solve_rule(run: Tape, function: Any, name: str, args: tuple[Any, ...], kwarg
     """A⁻¹ b with A held."""
     matrix, b = args[:2]
     if is_live(matrix):
+        if run.rules.gate == "taylor":
+            return by_derivative(run, function, name, args, kwargs)
         run.note("product: left factor held")
     if not is_live(b):
         return raw(function, *args, **kwargs)
-    if run.rules.gate == "taylor" and is_live(matrix):
-        return by_derivative(run, function, name, args, kwargs)
     options = (kwargs.get("upper"), kwargs.get("left", True), kwargs.get("unitriangular", False))
     return run.emit("solve", raw(function, *args, **kwargs), value_of(matrix), b, *options)
