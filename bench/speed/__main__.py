@@ -90,7 +90,7 @@ def record(rows: parts.Rows) -> dict[str, Any]:
     plain = [
         {key: value if isinstance(value, (int, str)) else str(value) for key, value in row.items()} for row in rows
     ]
-    return {"device": device_name(), "versions": package_versions(), "rows": plain}
+    return {"device": device_name(), "versions": dict(package_versions()), "rows": plain}
 
 
 if __name__ == "__main__":

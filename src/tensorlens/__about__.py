@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
+from types import MappingProxyType
 
 __version__ = "1.0.0rc1"
 
 _DISTRIBUTIONS = {"tensorlens": "attention-tensorlens", "torch": "torch", "transformers": "transformers"}
 
 
-@cache
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
@@ -18,6 +19,7 @@ def _version(distribution: str) -> str:
         return "unknown"
 
 
-def package_versions() -> dict[str, str]:
+@cache
+def package_versions() -> Mapping[str, str]:
     """Installed versions by import name; ``"unknown"`` for a package that runs without being installed."""
-    return {name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()}
+    return MappingProxyType({name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()})

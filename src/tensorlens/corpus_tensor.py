@@ -273,7 +273,7 @@ class CorpusTensor(Record, frozen=True, kw_only=True, tag="tensorlens.corpus_ten
             n_texts=sums.n_texts,
             meta={
                 "model": getattr(lens, "name", None),
-                "versions": package_versions(),
+                "versions": dict(package_versions()),
                 "rules": lens.rules.as_dict(),
                 "skip_first": skip_first,
                 "skip_last": skip_last,

@@ -156,7 +156,7 @@ class Specimen:
             n_tokens: Its number of tokens, if the recording has longer samples too.
         """
         n_tokens = n_tokens or recording.states[0].shape[1]
-        meta: dict[str, Any] = {"model": self.name, "versions": package_versions()}
+        meta: dict[str, Any] = {"model": self.name, "versions": dict(package_versions())}
         anatomy = recording.anatomy
         if anatomy.beside:
             meta["beside"] = said_of(anatomy.stack, anatomy.beside)

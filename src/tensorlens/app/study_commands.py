@@ -208,17 +208,7 @@ def fidelity_(
     model: Model,
     input: Input,
     out: RunFolder,
-    directions: Annotated[
-        int, typer.Option(help="Number of random directions; the same number towards other tokens is added.", min=1)
-    ] = 4,
-    stride: Annotated[int, typer.Option(help="Measure the properties of every n-th block; 0 skips them.", min=0)] = 1,
-    out_token: Annotated[
-        int | None,
-        typer.Option(
-            help="Output position whose slice is measured (default: the last of a language model, else the first)."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed for directions and probes.")] = 0,
+    asked: Annotated[FidelityOptions, {"n_random": "--directions"}],
     revisions: Annotated[
         str | None, typer.Option(help="Checkpoints to compare, separated by commas; each gets a folder.")
     ] = None,
@@ -239,12 +229,11 @@ def fidelity_(
     from tensorlens.studies.fidelity_study import fidelity as run_fidelity
     from tensorlens.studies.runs import check_run_folder
 
-    chosen = FidelityOptions(n_random=directions, n_token=directions, stride=stride, out_token=out_token, seed=seed)
     runs = [(n, s, out / n.replace("/", "-")) for n, s in states.items()] or [("", reading, out)]
     for _, _, folder in runs:
         check_run_folder(folder, "fidelity")
     made = {
-        name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=chosen)
+        name: run_fidelity(of.lens(model, final_norm=final_norm), text, folder, options=asked)
         for name, of, folder in runs
     }
     if json:

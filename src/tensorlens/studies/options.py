@@ -315,27 +315,29 @@ class FidelityOptions(Options, frozen=True, kw_only=True):
     Attributes:
         sizes: Lengths of ε relative to X.
         n_random: Random directions per input.
-        n_token: Directions towards another token per input, if the input has tokens.
+        n_token: Directions towards another token per input, if the input has tokens; as many as random ones by
+            default.
         n_probes: Probes for the distance to the Jacobian.
         seed: Random seed for directions and probes.
         stride: Measure properties at every n-th block; 0 leaves them out.
-        out_token: The output whose slice is measured; if None, the last of a language model and the first of other
-            models.
+        out_token: The output whose slice is measured; by default the last of a language model and the first of any
+            other.
     """
 
     sizes: tuple[float, ...] = SIZES
-    n_random: int = 4
-    n_token: int = 4
-    n_probes: int = 16
-    seed: int = 0
-    stride: int = 1
+    n_random: Whole = 4
+    n_token: Whole | None = None
+    n_probes: Count = 16
+    seed: Whole = 0
+    stride: Whole = 1
     out_token: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sizes or min(self.sizes) <= 0:
             raise InputError(f"`sizes` must be positive numbers, at least one; got {self.sizes}.")
-        if self.n_random + self.n_token < 1:
+        self.settle(n_token=self.n_random if self.n_token is None else self.n_token)
+        if not self.n_random and not self.n_token:
             raise InputError("Expected at least one direction; got `n_random` = `n_token` = 0.")
 
 

@@ -142,7 +142,7 @@ class RunFolder:
     def _open_config(self) -> None:
         """Write the config, or refuse to continue with other settings, another study or other versions."""
         config = self.folder / self.config_name
-        here = {"study": self.study, "settings": self.settings, "versions": package_versions()}
+        here = {"study": self.study, "settings": self.settings, "versions": dict(package_versions())}
         origin = {
             "python": platform.python_version(),
             "platform": platform.platform(),
