@@ -22,7 +22,7 @@ from typing import Any
 from tensorlens.errors import InputError, TensorLensError
 
 Content = str | bytes | Callable[[Path], object]
-"""A text (written as UTF-8), bytes, or a function that fills the file at a path."""
+"""A text (written as UTF-8, half a character as its escape), bytes, or a function that fills the file at a path."""
 
 
 def write_whole(path: Path, content: Content) -> Path:
@@ -42,7 +42,7 @@ def write_whole(path: Path, content: Content) -> Path:
         if callable(content):
             content(temporary)
         else:
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
         temporary.replace(path)

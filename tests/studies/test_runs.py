@@ -244,7 +244,7 @@ def test_records_are_counted_by_their_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b'{"study": "toy",\n "settings": {', "truncated"), (b"\xff", "byte 0"), (b"[]\n", "Expected `object`")],
+    [(b'{"study": "toy",\n "settings": {', "Expecting"), (b"\xff", "byte 0xff"), (b"[]\n", "Expected `object`")],
 )
 def test_a_config_that_cannot_be_read_says_where_and_how_to_go_on(tmp_path: Path, content: bytes, why: str) -> None:
     whole = files(finish(tmp_path / "whole").folder)
@@ -287,6 +287,16 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
     Run(tmp_path, "toy", SETTINGS | {"level": math.inf})  # the same settings still
+
+
+def test_half_a_character_is_kept(tmp_path: Path) -> None:
+    """Such as in the name of a picture on a disk whose names are not UTF-8."""
+    run = Run(tmp_path, "toy", SETTINGS)
+    work(run, 1, lambda index: {"name": "caf\udce9.png"})
+    run.finish(
+        1, lambda records: {"first": records[0]["name"]}, lambda run, summary: run.write_text("a", summary["first"])
+    )
+    assert run.summary == {"first": "caf\udce9.png"} and run.records() == [{"index": 0, "name": "caf\udce9.png"}]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of resources")

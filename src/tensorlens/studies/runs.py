@@ -383,7 +383,7 @@ class _ConfigFile(TypedDict):
 def read_run_file(path: Path, advice: str, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """The object in a JSON file of a run."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.convert(from_json(path.read_bytes()), kind)
     except OSError as error:
         raise InputError(f"Expected a file at {str(path)!r}; got {error.strerror}. {advice}") from error
     except (ValueError, RecursionError) as error:
