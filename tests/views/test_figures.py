@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from view_samples import HOSTILE, PIXEL, map_view
 
-from tensorlens.errors import InputError, MissingExtraError
+from tensorlens.errors import MissingExtraError
 from tensorlens.views import figures, labels
 from tensorlens.views.record import PatchGrid
 from tensorlens.views.table import Table, plot_table
@@ -94,16 +94,11 @@ def test_patch_overlay_shows_the_picture_through_weak_patches():
     view = map_view([[9.0, 0.0, 1.0, 2.0, 4.0]], grid=PatchGrid(rows=2, columns=2, first=1), image=PIXEL)
     picture: Any
     patches: Any
-    picture, patches = figures.patch_overlay(view).axes[0].images
+    picture, patches = figures.figure_of(view).axes[0].images
     assert picture.get_array().shape == (1, 1, 3)
     assert patches.get_array().tolist() == [[0.0, 1.0], [2.0, 4.0]]
     alpha = patches.get_alpha()
     assert alpha[0, 0] < alpha[1, 0] < alpha[1, 1] == 0.9, "full colour is the strongest patch, not the class token"
-
-
-def test_patch_overlay_needs_patches():
-    with pytest.raises(InputError, match="one of text"):
-        figures.patch_overlay(map_view([[1.0]]))
 
 
 def test_the_kind_of_map_chooses_the_figure():
@@ -111,12 +106,6 @@ def test_the_kind_of_map_chooses_the_figure():
     assert texts(figures.figure_of(map_view([[1.0, 2.0]])).axes[0])
     assert figures.figure_of(map_view([[1.0, 2.0]], grid=grid)).axes[0].images
     assert figures.figure_of(map_view(np.eye(2))).axes[0].collections
-
-
-@pytest.mark.parametrize("out_token", [1, -2])
-def test_rows_out_of_range(out_token):
-    with pytest.raises(InputError, match="between -1 and 0"):
-        figures.row_over_text(map_view([[1.0]]), out_token=out_token)
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
@@ -188,12 +177,11 @@ def test_threads_may_save_at_once(tmp_path):
     assert len({(tmp_path / f"{k}.pdf").read_bytes() for k in range(4)}) == 1
 
 
-@pytest.mark.parametrize("draw_map", [figures.heat_map, figures.row_over_text, figures.patch_overlay])
-def test_without_matplotlib_the_install_line_is_given(monkeypatch, draw_map):
+def test_without_matplotlib_the_install_line_is_given(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=re.escape('pip install "attention-tensorlens[plot]"')):
-        draw_map(map_view(np.eye(2), grid=PatchGrid(rows=1, columns=2, first=0)))
+        figures.figure_of(map_view(np.eye(2)))
 
 
 CAPTION = (("Method", "tensor.in_class"), ("Model", "smollm2-135m"), ("Target", "“ Paris”"))

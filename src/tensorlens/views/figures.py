@@ -27,13 +27,13 @@ from tensorlens.views.labels import (
     visible,
     wrapped,
 )
-from tensorlens.views.record import MapView, limit_of, palette
+from tensorlens.views.record import MapView, PatchGrid, limit_of, palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMN_WIDTH = 3.35
+_WIDTH = 3.35
 """Inches: one column of a two-column paper."""
 
 _MARGIN = 0.05
@@ -45,6 +45,7 @@ LONGEST_HEADING = 240
 _LARGEST_CELL = 0.3
 _LABEL_SIZE = 7.5
 _SMALLEST_LABEL = 4.0
+_OPACITY = 0.9
 _TEXT_SIZE = 8.5
 _LINE = 0.21
 _MOST_VECTOR_CELLS = 10_000
@@ -52,22 +53,21 @@ _INK, _MUTED, _EDGE = "#222930", "#5b6570", "#d7dbe0"
 _SAVING = threading.Lock()
 
 
-def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
+def heat_map(view: MapView) -> Figure:
     """The whole matrix: outputs down, inputs across; labels if they are readable, otherwise positions."""
-    _check(view)
     n_out, n_in = view.scores.shape
-    size = min(_LABEL_SIZE, 0.85 * 72 * (width - 0.6) / max(n_in, n_out / 1.35))
+    size = min(_LABEL_SIZE, 0.85 * 72 * (_WIDTH - 0.6) / max(n_in, n_out / 1.35))
     left, top = (_TITLE + _gutter(tokens, size) for tokens in (view.out_tokens, view.in_tokens))
-    heading, head = _heading(view, width)
+    heading, head = _heading(view)
     top += head
-    cell_width = min(_LARGEST_CELL, (width - left - _MARGIN) / n_in)
+    cell_width = min(_LARGEST_CELL, (_WIDTH - left - _MARGIN) / n_in)
     lowest = 0.1 if 4 * n_out <= n_in else cell_width
-    cell_height = min(_LARGEST_CELL, 1.35 * width / n_out, max(cell_width, lowest))
+    cell_height = min(_LARGEST_CELL, 1.35 * _WIDTH / n_out, max(cell_width, lowest))
     plot_width, plot_height = n_in * cell_width, n_out * cell_height
     height = top + plot_height + _LEGEND
-    figure = _figure(width, height)
+    figure = _figure(height)
     _add_heading(figure, heading)
-    axes = figure.add_axes((left / width, _LEGEND / height, plot_width / width, plot_height / height))
+    axes = figure.add_axes((left / _WIDTH, _LEGEND / height, plot_width / _WIDTH, plot_height / height))
     colouring = _colouring(view, view.limit)
     _draw_cells(axes, view.coloured, colouring, min(cell_width, cell_height))
     _label_axis(axes.xaxis, view.in_tokens, min(size, 0.85 * 72 * cell_width))
@@ -75,71 +75,69 @@ def heat_map(view: MapView, width: float = COLUMN_WIDTH) -> Figure:
     axes.tick_params(axis="x", top=False, bottom=False, labeltop=True, labelbottom=False, labelrotation=90)
     down, across = view.axes
     muted = {"fontsize": _LABEL_SIZE, "color": _MUTED, "va": "top"}
-    figure.text(left / width, 1 - (head + 0.02) / height, f"{across} →", **muted)
-    figure.text(0.02 / width, 1 - top / height, f"← {down}", rotation=90, ha="left", **muted)
+    figure.text(left / _WIDTH, 1 - (head + 0.02) / height, f"{across} →", **muted)
+    figure.text(0.02 / _WIDTH, 1 - top / height, f"← {down}", rotation=90, ha="left", **muted)
     length = min(max(plot_width, 0.8), 0.8 if view.aside else 1.6)
     _add_legend(figure, colouring, left, length)
     _add_aside(figure, view, None, left + length + 0.15)
     return figure
 
 
-def row_over_text(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH) -> Figure:
-    """The input text, each token on the colour of its score for one output."""
-    row = _row(view, out_token)
-    heading, head = _heading(view, width)
-    boxes, depth = _place_tokens(view.in_tokens, width, head)
-    note = _wrapped(view.sums[out_token], _LABEL_SIZE - 0.5, width) if view.sums else ""
+def row_over_text(view: MapView) -> Figure:
+    """The input text, each token on the colour of its score for the only output."""
+    heading, head = _heading(view)
+    boxes, depth = _place_tokens(view.in_tokens, head)
+    note = _wrapped(view.sums[0], _LABEL_SIZE - 0.5) if view.sums else ""
     height = depth + _LEGEND + 0.02 + _LINE_OF_TEXT * len(note.splitlines())
-    figure = _figure(width, height)
+    figure = _figure(height)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    shown = view.coloured[out_token]
+    axes.set(xlim=(0, _WIDTH), ylim=(height, 0))
+    shown = view.coloured[0]
     colouring = _colouring(view, limit_of(shown))
     for j, (box, score) in enumerate(zip(boxes, shown, strict=True)):
         _draw_token(axes, box, colouring.to_rgba(float(score)), is_aside=j in view.aside)
     _add_heading(figure, heading)
     if note:
         axes.text(_MARGIN, depth + 0.02, note, va="top", **_style(_LABEL_SIZE - 0.5, _MUTED))
-    _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
-    _add_aside(figure, view, row, _MARGIN + min(1.6, width / 2) + 0.15)
+    _add_legend(figure, colouring, _MARGIN, min(1.6, _WIDTH / 2))
+    _add_aside(figure, view, view.scores[0], _MARGIN + min(1.6, _WIDTH / 2) + 0.15)
     return figure
 
 
-def patch_overlay(view: MapView, out_token: int = -1, width: float = COLUMN_WIDTH, opacity: float = 0.9) -> Figure:
-    """The picture with its patches coloured by their score for one output; without a picture, the patches alone."""
-    row = _row(view, out_token)
-    grid = view.grid
-    if grid is None:
-        raise InputError("Expected a map of image patches, got one of text. Use heat_map or row_over_text.")
-    of_patches = row[grid.first : grid.first + grid.n_patches]
+def patch_overlay(view: MapView, grid: PatchGrid) -> Figure:
+    """The picture with its patches coloured by their score for the only output; without one, the patches alone."""
+    of_patches = view.scores[0, grid.first : grid.first + grid.n_patches]
     limit = limit_of(of_patches)  # a class token beside them may be many times larger
     patches = np.clip(of_patches.reshape(grid.rows, grid.columns), -limit, limit)  # infinities are at the end of it
-    side = width - 2 * _MARGIN
-    heading, head = _heading(view, width)
+    side = _WIDTH - 2 * _MARGIN
+    heading, head = _heading(view)
     height = side * grid.rows / grid.columns + _LEGEND + head
-    figure = _figure(width, height)
+    figure = _figure(height)
     _add_heading(figure, heading)
-    axes = figure.add_axes((_MARGIN / width, _LEGEND / height, side / width, 1 - (_LEGEND + head) / height))
+    axes = figure.add_axes((_MARGIN / _WIDTH, _LEGEND / height, side / _WIDTH, 1 - (_LEGEND + head) / height))
     extent = (0.0, float(grid.columns), float(grid.rows), 0.0)
     colouring = _colouring(view, limit)
     alpha = np.ones_like(patches)
     if view.image is not None:
         axes.imshow(_muted(_picture(view.image)), extent=extent, interpolation="antialiased", aspect="auto")
         # A patch covers the picture by the size of its score, as in the page's overlay.
-        alpha = opacity * np.nan_to_num(np.abs(patches) / limit, nan=1.0)
+        alpha = _OPACITY * np.nan_to_num(np.abs(patches) / limit, nan=1.0)
     image = {"cmap": colouring.cmap, "norm": colouring.norm, "alpha": alpha, "extent": extent, "aspect": "auto"}
     axes.imshow(patches, interpolation="nearest" if view.image is None else "bilinear", **image)
     axes.set(xticks=[], yticks=[])
     _thin_frame(axes)
-    _add_legend(figure, colouring, _MARGIN, min(1.6, width / 2))
+    _add_legend(figure, colouring, _MARGIN, min(1.6, _WIDTH / 2))
     return figure
 
 
 def figure_of(view: MapView) -> Figure:
     """The figure that suits the map: picture, row or matrix."""
+    check_matplotlib()
+    if not view.scores.size:
+        raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
     if view.scores.shape[0] == 1:
-        return row_over_text(view) if view.grid is None else patch_overlay(view)
+        return row_over_text(view) if view.grid is None else patch_overlay(view, view.grid)
     return heat_map(view)
 
 
@@ -159,10 +157,10 @@ def figure_writers(view: Callable[[], MapView]) -> dict[str, Callable[[Path], No
     return {f".{kind}": lambda path, kind=kind: write_figure(view(), path, kind) for kind in ("png", "svg", "pdf")}
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=150)
+    return Figure(figsize=(_WIDTH, height), dpi=150)
 
 
 def _colouring(view: MapView, limit: float) -> Any:
@@ -191,24 +189,10 @@ def _missing() -> str:
     return palette("missing", "light")[0]
 
 
-def _row(view: MapView, out_token: int) -> np.ndarray:
-    _check(view)
-    n_out = view.scores.shape[0]
-    if not -n_out <= out_token < n_out:
-        raise InputError(f"Expected an output between {-n_out} and {n_out - 1}, got {out_token}. Pass one of these.")
-    return view.scores[out_token]
-
-
 def check_matplotlib() -> None:
     """Refuse to draw without matplotlib."""
     if find_spec("matplotlib") is None:
         raise missing_extra("A figure", "matplotlib", "plot")
-
-
-def _check(view: MapView) -> None:
-    check_matplotlib()
-    if not view.scores.size:
-        raise InputError(f"Expected a map with scores to draw, got {view.scores.shape}. Save it as .json instead.")
 
 
 def _draw_cells(axes: Axes, scores: np.ndarray, colouring: Any, cell: float) -> None:
@@ -245,16 +229,14 @@ def _labels(tokens: Mapping[int, str]) -> list[str]:
     return distinct({place: drawable(visible(token)).strip() for place, token in tokens.items()}, 16)
 
 
-def _place_tokens(
-    tokens: tuple[str, ...], width: float, top: float
-) -> tuple[list[tuple[float, float, float, str]], float]:
+def _place_tokens(tokens: tuple[str, ...], top: float) -> tuple[list[tuple[float, float, float, str]], float]:
     """Left edge, top, width and text of each token, broken into lines; and the depth of all lines."""
     boxes, x, y = [], _MARGIN, _MARGIN + top
     for token in tokens:
         text = shorten_inside(drawable(visible(token)), 40).replace(" ", "\u00a0")
-        text = fitted(text, _TEXT_SIZE, width - 2 * _MARGIN - 0.03)
+        text = fitted(text, _TEXT_SIZE, _WIDTH - 2 * _MARGIN - 0.03)
         box_width = text_width(text, _TEXT_SIZE) + 0.03
-        if x + box_width > width - _MARGIN and x > _MARGIN:
+        if x + box_width > _WIDTH - _MARGIN and x > _MARGIN:
             x, y = _MARGIN, y + _LINE
         boxes.append((x, y, box_width, text))
         x += box_width + 0.01
@@ -278,9 +260,9 @@ def _draw_token(axes: Axes, box: tuple[float, float, float, str], colour: Any, *
     axes.text(x + 0.015, y + 0.13, text, **_style(_TEXT_SIZE, ink))
 
 
-def _heading(view: MapView, width: float) -> tuple[str, float]:
+def _heading(view: MapView) -> tuple[str, float]:
     """The title of a figure, in lines that fit its width, and the height of these lines."""
-    lines = _wrapped(view.heading, _LABEL_SIZE, width)
+    lines = _wrapped(view.heading, _LABEL_SIZE)
     return lines, _HEADING + _LINE_OF_TEXT * lines.count("\n")
 
 
@@ -289,10 +271,10 @@ def _add_heading(figure: Figure, text: str) -> None:
     figure.text(_MARGIN / width, 1 - 0.03 / height, text, va="top", **_style())
 
 
-def _wrapped(text: str, size: float, width: float) -> str:
-    """The text in lines for a page of this width; letters are set on whole pixels, so lines may come out wider."""
+def _wrapped(text: str, size: float) -> str:
+    """The text in lines for the width of a figure; letters are set on whole pixels, so lines may come out wider."""
     text = shorten_inside(drawable(visible(text)).strip(), LONGEST_HEADING)
-    return wrapped(text, size, 0.93 * (width - 2 * _MARGIN))
+    return wrapped(text, size, 0.93 * (_WIDTH - 2 * _MARGIN))
 
 
 def _add_aside(figure: Figure, view: MapView, row: np.ndarray | None, left: float) -> None:
