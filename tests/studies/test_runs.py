@@ -291,11 +291,13 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
 
 def test_half_a_character_is_kept(tmp_path: Path) -> None:
     """Such as in the name of a picture on a disk whose names are not UTF-8."""
+
+    def report(run: Run, summary: dict[str, Any]) -> None:
+        run.write_text("report.html", summary["first"])
+
     run = Run(tmp_path, "toy", SETTINGS)
     work(run, 1, lambda index: {"name": "caf\udce9.png"})
-    run.finish(
-        1, lambda records: {"first": records[0]["name"]}, lambda run, summary: run.write_text("a", summary["first"])
-    )
+    run.finish(1, lambda records: {"first": records[0]["name"]}, report)
     assert run.summary == {"first": "caf\udce9.png"} and run.records() == [{"index": 0, "name": "caf\udce9.png"}]
 
 
