@@ -11,6 +11,7 @@ import transformers
 from zoo import ZOO, build, names, sample
 
 import tensorlens as tl
+from tensorlens.maps import tensor_maps
 from tensorlens.program.program import Program
 from tensorlens.progress import cancelled_by
 
@@ -128,7 +129,7 @@ def test_probes_estimate_contributions_within_their_standard_error():
 def test_inputs_that_are_pushed_a_few_at_a_time_say_how_far_they_are(monkeypatch):
     T, parts = lens_on("gpt2"), list[float | None]()
     together = T.map("tensor.contribution", 4)
-    monkeypatch.setattr("tensorlens.maps.tensor_maps.TOKENS_TOGETHER", 2 * T.n_tokens)
+    monkeypatch.setitem(tensor_maps.TOKENS_TOGETHER, "cpu", 2 * T.n_tokens)
     with cancelled_by(parts.append):
         apart = T.map("tensor.contribution", 4)
     assert torch.allclose(apart.scores, together.scores, rtol=1e-12)

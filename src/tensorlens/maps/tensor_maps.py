@@ -21,8 +21,8 @@ from tensorlens.tolerances import TINY, in_float64, repeated
 BY_COMPLETENESS = "by completeness"
 """The note of a map whose bias share was inferred from completeness instead of measured."""
 
-TOKENS_TOGETHER = 2**12
-"""Tokens of all the inputs that are pushed together; more are slower on a CPU and no faster on a GPU."""
+TOKENS_TOGETHER = {"cuda": 2**14, "cpu": 2**12}
+"""Tokens of all the inputs that are pushed together: on a CPU, more no longer fit its caches."""
 
 
 def not_carried(scores: Tensor, total: Tensor) -> Tensor:
@@ -171,7 +171,8 @@ def contribution_map(question: Question) -> Scored:
         alone[torch.arange(len(some)), some] = x[some]
         return operator.apply(alone)[:, list(question.out_tokens)].norm(dim=-1)
 
-    parts = in_parts(torch.arange(len(x), device=x.device), max(1, TOKENS_TOGETHER // len(x)), push)
+    together = TOKENS_TOGETHER.get(x.device.type, TOKENS_TOGETHER["cpu"])
+    parts = in_parts(torch.arange(len(x), device=x.device), max(1, together // len(x)), push)
     return Scored(scores=torch.cat(parts).T, bias_share=_bias_share(question))
 
 
