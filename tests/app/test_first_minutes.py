@@ -115,8 +115,8 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(tmp_path):
     said = done.stdout.splitlines()
     of_runs = (
         "a file that exists",
-        "Did you mean rollout.attn",
-        "0,0.1,0.2",
+        "Did you mean 'rollout.attn'",
+        "such as 0.0,0.05",
         "must be a folder",
         "Did you mean 'minilm'",
     )

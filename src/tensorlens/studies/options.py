@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -150,12 +151,9 @@ def checked_methods(names: Iterable[str] | None, also: Sequence[str] = ()) -> tu
     if names is None:
         return None
     names = tuple(dict.fromkeys(names))
-    bases, known = [one if one in also else split(one)[0] for one in names], METHOD_NAMES
-    if not {*bases} <= {*known, *also}:
-        from tensorlens.maps.methods import METHODS  # with those that users have added
-
-        known = tuple(METHODS)
-    checked_names(bases, (*known, *also), "methods")
+    loaded = sys.modules.get("tensorlens.maps.methods")  # before it is imported, nobody can have added a method
+    known = METHOD_NAMES if loaded is None else tuple(loaded.METHODS)
+    checked_names([one if one in also else split(one)[0] for one in names], (*known, *also), "methods")
     for name in names:
         base, member = split(name)
         if member not in MEMBERS or "@" in name and not base.startswith("tensor."):
