@@ -130,7 +130,7 @@ def explorer() -> None:
     photograph = get_sample_data("grace_hopper.jpg", asfileobj=False)
     with _server("smollm2-135m", "dinov2-small-saliency") as address, _browser() as browser:
         tab = browser.new_page(viewport={"width": 1280, "height": 1100})
-        tab.set_default_timeout(180_000)
+        tab.set_default_timeout(600_000)
         tab.goto(address)
         tab.get_by_label("Text", exact=True).fill(SENTENCE)
         tab.get_by_role("button", name="Map", exact=True).click()
@@ -145,7 +145,7 @@ def explorer() -> None:
         _settled(tab)
         tab.screenshot(path=ASSETS / "explorer-compare.png")
         tab = browser.new_page(viewport={"width": 1280, "height": 1000})
-        tab.set_default_timeout(180_000)
+        tab.set_default_timeout(600_000)
         tab.goto(address)
         tab.get_by_label("Choose a picture").set_input_files(photograph)
         _settled(tab)

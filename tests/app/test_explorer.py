@@ -461,6 +461,12 @@ def test_an_estimate_comes_before_a_map_that_takes_long(monkeypatch):
     by_kind = {event["type"]: event for event in found}
     note = dict(map(tuple, by_kind["preview"]["map"]["caption"]))["Note"]
     assert note == "An estimate from 16 random probes, each score within about 18 %; the exact map follows."
+    assert (
+        by_kind["preview"]["map"]["title"]
+        == by_kind["map"]["map"]["title"]
+        == "Why the output “[CLS]” for this picture?"
+    )
+    assert "folded" not in kept.meta["certificate"]["errors"]  # that of the exact map, which does not need it
     estimate, exact = (base64.b64decode(by_kind[kind]["map"]["scores"]["data"]) for kind in ("preview", "map"))
     assert estimate != exact and "probes" not in kept.meta
     exactly = lens(Image.open(io.BytesIO(png()))).map("tensor.contribution", 0)

@@ -96,7 +96,12 @@ class Answers:
         asked = MapQuestion.complete(T, ask.method, ask.out_token, ask.target, ask.against, is_one=ask.is_one)
         job.tell("input", **_about(parts, ask, asked))
         key = msgspec.structs.replace(ask, method=asked.method, out_token=asked.out_token, is_one=False).digest
-        found = self.results.get(key) or asked.answered(T, asked.headlined(T), partial(compute_map, job, T))
+        found, told = self.results.get(key), asked.headlined(T)
+        is_long = METHODS[asked.method].takes_probes and asked.out_token is not None and T.n_tokens >= MANY_INPUTS
+        if found is None and is_long:
+            job.tell("progress", stage="Estimating")
+            job.tell("preview", map=payload(asked.answered(T, told, partial(_estimated, T)).view()))
+        found = found or asked.answered(T, told, partial(compute_map, job, T))
         job.tell("map", map=payload(self._keep(key, found).view()), result=key)
         found = self._certified(job, key, found, T) if is_of_tensor(found.method) else found
         return {"type": "done", "result": key, "is_kept": is_kept} | facts(found)
@@ -308,12 +313,9 @@ _SAID_ONCE = ("target", "explains")
 
 
 def compute_map(job: Job, T: AttentionTensor, method: str, out_token: int | None, target: Target | None) -> TokenMap:
-    """The map, row by row or after an estimate if that takes long, with previews on the way."""
+    """The map, row by row if that takes long, with previews on the way."""
     job.tell("progress", stage="Computing")
     n_out, at_a_time = T.shape[0], ROWS_AT_A_TIME.get(method, T.shape[0])
-    if METHODS[method].takes_probes and out_token is not None and T.n_tokens >= MANY_INPUTS:
-        job.tell("preview", map=payload(_estimated(T, method, out_token).view()))
-        job.tell("progress", stage="Computing the exact map")
     if has_one_row(T.operator.recording, method) or out_token is not None or n_out <= at_a_time:
         return T.map(method, out_token, target)
     parts: list[TokenMap] = []
@@ -329,9 +331,10 @@ def compute_map(job: Job, T: AttentionTensor, method: str, out_token: int | None
     return _joined(parts, T.out_tokens)
 
 
-def _estimated(T: AttentionTensor, method: str, out_token: int) -> TokenMap:
+def _estimated(T: AttentionTensor, method: str, out_token: int | None, _: Target | None) -> TokenMap:
     """A map by random probes: one pull for each, instead of one pass per input or channel."""
-    found = T.map(method, out_token, probes=N_PROBES)
+    apart = T.blocks(0, T.n_blocks)  # T itself has no folded blocks, which its certificate would measure
+    found = apart.map(method, out_token, probes=N_PROBES)
     error = 1 / (2 * N_PROBES) ** 0.5  # of the root of a mean of squares of normal numbers
     note = f"An estimate from {N_PROBES} random probes, each score within about {error:.0%}; the exact map follows."
     return msgspec.structs.replace(found, meta=found.meta | {"note": note.replace("%", " %")})
