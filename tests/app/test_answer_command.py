@@ -19,6 +19,7 @@ def test_a_given_answer_in_the_terminal_in_a_file_and_for_scripts(folder, tmp_pa
     command = ["answer", folder, PROMPT, "--answer", " A cat. Yes.", "--rows", "sentences"]
     shown = runner.invoke(cli.app, command)
     assert shown.exit_code == 0, shown.output
+    assert "\nWhy “A cat. Yes.” after “" in shown.stdout and "Versions" not in shown.stdout
     assert "The answer: A cat. Yes." in shown.stdout and "the target; “T”, set aside, " in shown.stdout
     found = runner.invoke(cli.app, [*command, "--json", "--out", str(path), "--no-certify"])
     assert found.exit_code == 0, found.output

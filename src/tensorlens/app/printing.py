@@ -17,6 +17,7 @@ from rich.measure import Measurement
 from tensorlens.files import to_json
 from tensorlens.views.captions import badge
 from tensorlens.views.printing import table
+from tensorlens.views.terminal import show_body
 
 if TYPE_CHECKING:
     from tensorlens.maps.token_map import TokenMap
@@ -60,11 +61,18 @@ def certified(T: AttentionTensor, found: TokenMap, say: Say) -> TokenMap:
 
 
 def show_map(found: TokenMap, say: Say, *, is_saved: bool) -> None:
-    """Print a map before its certificate; of one that goes into a file, only the sums of its rows."""
-    if not is_saved:
+    """Print a map before its certificate; of one that goes into a file, only the sums of its rows.
+
+    Where the map of an answer comes from is in its file and its JSON.
+    """
+    view = found.view()
+    several = found.shape[0] > 1 and view.answer is not None
+    if view.answer is not None and not is_saved:
+        say(view.title)
+        show_body(view)
+    elif not is_saved:
         replace(found, meta={key: value for key, value in found.meta.items() if key != "certificate"}).show()
-    several = found.shape[0] > 1 and found.view().answer is not None
-    for label, line in zip(found.out_tokens, found.view().sums if is_saved or several else (), strict=False):
+    for label, line in zip(found.out_tokens, view.sums if is_saved or several else (), strict=False):
         say(f"{label.strip()}: {line}." if several else f"{line[:1].upper()}{line[1:]}.")
 
 
