@@ -339,10 +339,10 @@ def test_look_inside_says_in_words_what_heads_do(open_tab):
     assert heads.count() == 10 and others.count() == 3
     assert tab.locator(".inside-host .scale").count() == 3  # heads, feed-forwards, flow
     for line in heads.all_inner_texts():
-        found = re.fullmatch(r"block \d+, attention head \d+ reads “(.+)”, moves “.+” (up|down) [\d.]+", line)
+        found = re.fullmatch(r"block \d+, head \d+ reads “(.+)”, moves “.+” (up|down) [\d.]+", line)
         assert found and found[1] in SENTENCE.split()
     assert not any("reads" in line for line in others.all_inner_texts())
-    name = heads.first.inner_text().partition(" reads")[0]
+    name = heads.first.inner_text().partition(" reads")[0].replace("head", "attention head")
     heads.first.get_by_role("button").click()
     expect(tab.locator(".inside-host .about h3")).to_have_text(name)
     before = tab.locator(".graph-tools .size").inner_text()
@@ -422,7 +422,7 @@ def test_everything_can_be_done_with_the_keyboard_and_is_read_aloud(open_tab):
     tab.keyboard.press("Tab")  # the button is gone; its answer has the focus
     assert focused(tab).startswith("block ")
     tab.keyboard.press("Tab")
-    name = focused(tab).partition(" reads")[0]
+    name = focused(tab).partition(" reads")[0].replace("head", "attention head")
     tab.keyboard.press("Enter")
     expect(tab.locator(".about h3")).to_have_text(name)
     unnamed = """node => [...node.querySelectorAll('button, input, select, textarea, [tabindex="0"]')]

@@ -53,14 +53,14 @@ class Inside {
     return element("section", { class: "figure ranked-list" }, [...list("Strongest heads, over all tokens", MOST_HEADS, heads), ...list(heads.length ? "Strongest of the others" : "Strongest components", MOST_OTHERS, others)]);
   }
 
-  // “block 9, attention head 3 reads “John”, writes “ Mary” up 0.80”; the first token, a likely sink, only if nothing else is read.
+  // “block 9, head 3 reads “John”, writes “ Mary” up 0.80”; the first token, a likely sink, only if nothing else is read.
   inWords(row, column, score, one) {
     const words = one?.read ? this.data.words.map(([label, start, stop]) => ({ label, start, sum: one.read.slice(start, stop).reduce((sum, value) => sum + value, 0) })) : [];
     const strongest = (some) => some.reduce((best, word) => (Math.abs(word.sum) > Math.abs(best.sum) ? word : best));
     const others = words.filter(({ start, sum }) => start > 0 && sum);
     const reads = words.length ? ` reads “${visible(strongest(others.length ? others : words).label).trim()}”,` : "";
     const size = formatNumber(Math.abs(score), false);
-    return `${this.label(row, column)}${reads} moves “${visible(this.data.target).replace(/\s+/g, " ").trim()}” ${score < 0 ? "down" : "up"} ${size}`;
+    return `${this.label(row, column).replace("attention head", "head")}${reads} moves “${visible(this.data.target).replace(/\s+/g, " ").trim()}” ${score < 0 ? "down" : "up"} ${size}`;
   }
 
   // Columns: the heads of each block, then its feed-forward and whatever else it has.
