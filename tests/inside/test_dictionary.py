@@ -321,8 +321,10 @@ def test_transcoders_per_layer_and_across_layers_load(tmp_path: Path) -> None:
     with pytest.raises(tl.MethodError, match="read block 0"):
         T.blocks(1, 3).components(-1, 4, features={0: loaded[1]})
     graph = T.graph(-1, 4, 1.0, max_nodes=400, features=loaded)
+    scores = dict(zip(found.labels, found.scores, strict=True))
     for place, node in enumerate(graph.nodes):
         if node.component.kind.startswith("feature"):
+            assert node.value == pytest.approx(float(scores[node.component][node.token]), rel=1e-9, abs=1e-12)
             into = sum(edge.weight for edge in graph.edges if edge.target == place)
             assert into + node.constant + node.cut == pytest.approx(node.value, rel=1e-9, abs=1e-12)
 

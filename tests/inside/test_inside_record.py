@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import zoo
 from msgspec.structs import replace
 from playwright.sync_api import expect
 from test_components import FAMILIES, OUT, TARGET, family, found, tolerance
 
 import tensorlens as tl
 from tensorlens.files import from_json
+from tensorlens.inside.stream import Component
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -24,6 +27,25 @@ def test_what_a_head_read_sums_to_its_effect_and_maps_are_those_of_components(na
     assert len(record.reads) == 12
     for head, row in record.reads.items():
         assert float(row.sum()) == pytest.approx(sums[head], rel=1e-6, abs=1e-7)
+
+
+def test_a_head_reads_at_the_tokens_that_it_attends_to() -> None:
+    """In the last block the output alone counts: r_j = A_j ⟨λ, v_j⟩, with one λ of four channels for seven tokens."""
+    model: Any = zoo.build("gpt2", "eager")
+    ids, kept = [5, 6, 7, 8, 9, 10, 11], list[torch.Tensor]()
+    handle = model.transformer.h[-1].attn.c_attn.register_forward_hook(lambda m, args, y: kept.append(y.detach()))
+    attention = model(torch.tensor([ids]), output_attentions=True).attentions[-1].detach()
+    handle.remove()
+    values = kept[0][0].chunk(3, -1)[2].unflatten(-1, (4, 4))  # (token, head, channel)
+    record = tl.Lens(model)(ids).inside(-1, TARGET, n_whys=0)
+    for head in range(4):
+        name = Component(kind="attention head", block=2, head=head)
+        read, look, v = record.reads[name], record.looks[name], values[:, head]
+        assert (look.query, look.key) == (len(ids) - 1, int(read.abs().argmax()))
+        assert look.attention == pytest.approx(float(attention[0, head, look.query, look.key]))
+        read = read / attention[0, head, -1]
+        torch.testing.assert_close(v @ torch.linalg.lstsq(v, read[:, None]).solution[:, 0], read, rtol=1e-9, atol=1e-9)
+        assert read.abs().max() > 1e-4
 
 
 def test_a_head_reads_only_what_its_attention_lets_it(tmp_path: Any) -> None:
