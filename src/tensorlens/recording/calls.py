@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from tensorlens.errors import AnatomyError, InputError
 from tensorlens.memory import ALWAYS_FITS, SHARE_OF_RECORDING, free_bytes
@@ -153,7 +153,7 @@ class ModuleCalls:
         """Run a module, by its adapter if it has one and a live tensor comes in."""
         kind = type(module)
         if kind not in self._plain:
-            self._plain[kind] = not has_adapter(kind) and not calls_kernels(inspect.getattr_static(kind, "forward"))
+            self._plain[kind] = issubclass(kind, ScriptModule) or not (has_adapter(kind) or calls_kernels(kind.forward))
         own = module.__dict__.get("forward", module.forward)
         forward = with_kernels(self.run, own)
         adapter = find_adapter(module, self._adapted.get(id(module)))

@@ -22,7 +22,6 @@ from tensorlens.recording.live import (
     raw,
     refuse_coarse,
     role_of,
-    spec_of,
     value_of,
 )
 from tensorlens.recording.tape import Tape, family, of_value, rule
@@ -147,11 +146,8 @@ def _rounded(x: Live, value: Tensor) -> Whole:
 def item(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """x[at]."""
     x, at = args
-    return part(run, x, at, value) if type(x) is Live else value
-
-
-def part(run: Tape, x: Live, at: Any, value: Tensor) -> Live:
-    """x[at], if its value is known already."""
+    if type(x) is not Live:
+        return value
     if run.n_samples > 1 and not _takes_all(at[0] if isinstance(at, tuple) and at else at, len(x)):
         run.note_part("getitem", x)
     parts = at if isinstance(at, tuple) else (at,)
@@ -255,11 +251,10 @@ def joined(run: Tape, name: str, value: Any, args: tuple[Any, ...], kwargs: dict
     """Concatenated along an axis, or stacked along a new one."""
     parts = list(args[0] if args else kwargs["tensors"])
     dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
-    specs = [part.spec if type(part) is Live else spec_of(part) for part in parts]
     parts = [
-        part if spec.dtype is value.dtype else part.to(value.dtype)
-        for part, spec in zip(parts, specs, strict=True)
-        if name == "stack" or spec.shape != (0,) or value.dim() == 1  # torch skips empty ones
+        part if part.dtype is value.dtype else part.to(value.dtype)
+        for part in parts
+        if name == "stack" or part.shape != (0,) or value.dim() == 1  # torch skips empty ones
     ]
     return run.emit(name, value, parts, dim % value.dim(), role=role_after(name, *parts))
 
