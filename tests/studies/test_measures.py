@@ -7,11 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny_study import TEXTS, lens_on
 
 from tensorlens.errors import InputError
-from tensorlens.studies import options
+from tensorlens.maps.token_map import TokenMap
+from tensorlens.studies import PerturbationOptions, options
 from tensorlens.studies import perturbation_study as measures
+from tensorlens.studies.datasets import read_dataset
 from tensorlens.studies.perturbation_report import auc
+from tensorlens.studies.perturbation_samples import Texts
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 20, 126])
@@ -54,3 +58,14 @@ def test_the_true_order_beats_random_on_a_linear_model():
 
     oracle = area(weights.norm(dim=1))
     assert all(oracle > area(torch.rand(20, generator=generator)) for _ in range(20))
+
+
+def test_probes_of_a_study_estimate_norms_alone():
+    lens, methods = lens_on("gpt2"), ("tensor.norm", "tensor.contribution")
+    chosen = PerturbationOptions(methods=methods, norm_probes=2)
+    [found] = measures.GroupMaps(lens, methods, chosen).of([Texts(lens, read_dataset(TEXTS[:1]), chosen).load(0)])
+    assert isinstance(found, dict)
+    norms, contributions = (found[name] for name in methods)
+    assert isinstance(norms, TokenMap) and isinstance(contributions, TokenMap)
+    assert "standard_error" in norms.meta and "standard_error" not in contributions.meta
+    assert contributions.scores.allclose(lens(TEXTS[0]).map("tensor.contribution", -1).scores, rtol=1e-5)

@@ -324,11 +324,14 @@ class GroupMaps:
 
     def __init__(self, lens: Lens, methods: Sequence[str], options: PerturbationOptions) -> None:
         self.methods, self.watch = tuple(methods), options.watch
-        by_member: dict[str | None, list[str]] = {}
+        by_member: dict[tuple[str | None, bool], list[str]] = {}
         for name in methods:
-            by_member.setdefault(split(name)[1] if "@" in name else None, []).append(name)
+            base, member = split(name)
+            # The study's probes are for norms alone.
+            is_exact = options.norm_probes is not None and base != "tensor.norm" and METHODS[base].takes_probes
+            by_member.setdefault((member if "@" in name else None, is_exact), []).append(name)
         self._works: list[tuple[list[str], DatasetMaps]] = []
-        for member, names in by_member.items():
+        for (member, _), names in by_member.items():
             bases = tuple(split(name)[0] for name in names)
             probes = options.norm_probes if "tensor.norm" in bases else None
             raw = options.raw_norms and any(map(joins_norms, bases))
