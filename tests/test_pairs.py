@@ -195,6 +195,11 @@ def test_a_mask_leaves_outputs_out_of_the_mean() -> None:
     found = tl.similarity(lens, A, masked, pooling="mean")
     assert found.value == pytest.approx(float(torch.cosine_similarity(a, b, dim=0)), abs=1e-12)
     assert total(found) == pytest.approx(found.value, abs=1e-12)
+    assert found.bias + float(found.scores[:-1, :-1].sum()) == pytest.approx(found.value, abs=1e-12)
+    late = tl.similarity(lens, A, masked, pooling="late")
+    first, second = (nn.functional.normalize(one) for one in (lens(A).output, lens(masked).output[[0, 1, 3]]))
+    assert late.value == pytest.approx(float((first @ second.T).amax(1).sum()), abs=1e-12)
+    assert total(late) == pytest.approx(late.value, abs=1e-12)
 
 
 def test_against_a_third_text() -> None:
