@@ -321,3 +321,8 @@ def test_a_badge_is_one_line():
     said = badge(True, {"value": 8.1e-7, "capture": 3e-4, "structure": 0.0})
     assert said == "certificate passed: value 8e-7, capture 3e-4, structure 0"
     assert explain_command.one_text("m", ["a"]) == "a"
+
+
+def test_a_long_input_is_cut_in_a_notebook():
+    long, short = (tiny_lens()("ab" * n)._repr_html_() for n in (190, 4))
+    assert "…" in long and len(long) < 1000 and "…" not in short

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ class AttentionTensor(InsideQuestions, TensorOperator):
         return f"AttentionTensor({self.context.meta.get('model')}, {size}, blocks {start}:{stop}{heads})"
 
     def _repr_html_(self) -> str:
-        return text_as_html(f"{self!r}\n{' '.join(self.tokens)}")
+        return text_as_html(f"{self!r}\n{shorten(' '.join(self.tokens), 600, placeholder=' …')}")
 
     def __copy__(self) -> AttentionTensor:
         """The tensor itself: it is immutable, and it does not own its model."""
