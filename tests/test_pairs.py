@@ -207,6 +207,8 @@ def test_against_a_third_text() -> None:
     near, far = tl.similarity(lens, A, B), tl.similarity(lens, A, third)
     found = tl.similarity(lens, A, B, against=third)
     assert found.n_against == 3 and found.scores.shape == (7, 8)
+    by_size = sorted(found.scores[:-1, :-1].flatten().tolist(), key=abs, reverse=True)
+    assert [one.score for one in found.top(42)] == by_size and min(by_size[:10]) < 0
     assert torch.equal(found.scores[:, :4], near.scores[:, :4]) and torch.equal(
         found.scores[:, 4:7], -far.scores[:, :3]
     )
