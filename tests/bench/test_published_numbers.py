@@ -154,6 +154,9 @@ def test_packages_are_compared_on_the_items_that_they_were_asked_about():
             _, reported = halves(judge, [line for line in lines if name in line["scores"]])
             if name in reported:
                 gaps[name] = mean_of_means(reported[ours]) - mean_of_means(reported[name])
+        if not gaps:  # every package computes the same map
+            assert len(row[1].split(" | ")) == 3
+            continue
         said = re.match(r"(\S+)(?: \(\d+ items\))? \d\.\d+: ([+-]\d\.\d+)", row[1].split(" | ")[2])
         assert said is not None and gaps[said[1]] == min(gaps.values())
         assert float(said[2]) == pytest.approx(gaps[said[1]], abs=6e-4)
