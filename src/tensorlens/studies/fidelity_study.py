@@ -89,7 +89,7 @@ def measure(lens: Lens, value: Any, options: FidelityOptions) -> dict[str, Any]:
         raise InputError(f"Expected finite outputs; at {value!r:.80} the model gives NaN or infinity. Leave it out.")
     special = getattr(tokenizer_of(lens.processor), "all_special_ids", None) or ()
     directions = random_directions(T, options.n_random, options.seed)
-    directions += token_directions(T, options.n_token, options.seed, special)
+    directions += token_directions(T, options.n_token or 0, options.seed, special)  # settled: never None
     ranges = block_ranges(T.n_blocks, stride=options.stride) if options.stride else []
     properties = tensor_properties(T, options.out_token, ranges)
     return {
