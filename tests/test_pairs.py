@@ -647,6 +647,19 @@ def test_the_command(tmp_path: Path) -> None:
     assert str(run.invoke(cli.app, ["answer", "minilm", " "]).exception) == "Expected a text, but it is empty."
 
 
+def test_a_sum_in_which_much_cancels_has_a_warning() -> None:
+    def warning(size: float, value: float) -> str | None:
+        scores, names = torch.tensor([[value + size, 0.0], [0.0, -size]]), ("one", "bias")
+        found = tl.PairMap(scores=scores, out_tokens=names, in_tokens=names, measure="cosine", value=value)
+        return dict(found.payload()["caption"]).get("Warning")
+
+    assert warning(49, 0.5) is None
+    assert (
+        warning(51, -0.5) == "the pairs with a bias are 102 times the sum. Rules with live attention may cancel less."
+    )
+    assert str(warning(1, 0)).startswith("the pairs with a bias are larger than the sum.")
+
+
 @pytest.mark.browser
 def test_a_word_lights_up_its_patches(browser: Any, tmp_path: Path) -> None:
     boxes = [[1, 0.0, 0.0, 0.5, 1.0], [2, 0.5, 0.0, 1.0, 1.0]]

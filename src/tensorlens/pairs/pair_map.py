@@ -27,6 +27,9 @@ Measure = Literal["cosine", "dot"]
 BIAS = "bias"
 """The label of the last row and the last column: the part that no token carries."""
 
+CANCELS = 100
+"""If the pairs with a bias are this many times larger than the sum, the map has a warning."""
+
 _PICTURES = ("a_pictures", "b_pictures", "against_pictures")
 
 
@@ -149,6 +152,9 @@ class PairMap(Record, frozen=True, kw_only=True, tag="tensorlens.pair_map/1"):
             ("Seen", "seen"),
         )
         said = [(name, str(self.meta[key])[:200]) for name, key in known if isinstance(self.meta.get(key), str)]
+        if abs(self.bias) > CANCELS * abs(self.value):
+            size = f"{abs(self.bias / self.value):,.0f} times the sum" if self.value else "larger than the sum"
+            said.append(("Warning", f"the pairs with a bias are {size}. Rules with live attention may cancel less."))
         return [("Sum", f"{self.value:+.4f} = {total}"), *said]
 
     def _repr_html_(self) -> str:
