@@ -282,7 +282,7 @@ def test_mistakes_are_named_and_numpys_numbers_are_numbers(unchecked):
         T.map(out_token=True)
     with pytest.raises(tl.MethodError, match="no method None"):
         T.map(None)
-    with pytest.raises(tl.MethodError, match="options of `tensor.norm`"):
+    with pytest.raises(tl.MethodError, match="an option of `tensor.norm`"):
         T.map("tensor.in_out", -1, norm="spectral")
     for wrong in ({0: 1}, [1, 2]):
         with pytest.raises(tl.InputError, match="named by block"):
