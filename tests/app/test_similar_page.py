@@ -66,3 +66,18 @@ def test_the_page_and_its_link(browser):
         assert not problems
         page.close()
         again.close()
+
+
+@pytest.mark.browser
+def test_a_page_that_was_just_chosen_is_not_replaced_by_the_link_of_the_one_before(browser):
+    with serving(shelf()) as (address, _):
+        page = browser.new_page()
+        page.goto(f"{address}/")
+        page.locator(".panel .ask").wait_for()
+        # The browser tells of a new link a moment later; until then something may write the link of the old page.
+        page.evaluate(
+            "location.hash = 'page=similar';"
+            "[...document.querySelectorAll('.tools button')].find((one) => one.textContent === 'Copy link').click()"
+        )
+        expect(page.get_by_label("First text", exact=True)).to_be_visible()
+        page.close()

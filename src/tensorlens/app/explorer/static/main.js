@@ -103,6 +103,7 @@ class Explorer {
 
   // The panels of the link, or a fresh one with an example.
   restore() {
+    this.written = location.hash;
     this.answer?.stop();
     this.answer = null;
     if (ANSWER_LINK.isOf(location.hash) || SIMILAR_LINK.isOf(location.hash)) {
@@ -191,9 +192,10 @@ class Explorer {
   }
 
   write() {
+    if (location.hash !== this.written) return; // a link was followed just now, and its page is about to be shown
     const single = this.answer instanceof SimilarPanel ? SIMILAR_LINK : ANSWER_LINK;
-    this.written = this.answer ? single.write(this.answer.view) : toFragment(this.panels.map(({ view }) => view));
-    history.replaceState(null, "", this.written);
+    history.replaceState(null, "", this.answer ? single.write(this.answer.view) : toFragment(this.panels.map(({ view }) => view)));
+    this.written = location.hash;
   }
 
   async copyLink() {
